@@ -1,0 +1,37 @@
+# make demo   set up, start real servers, judge the sample catalog, show the result
+# make test   set up, lint, test against the same kind of servers
+# make lint   ruff and mypy alone
+# make slow   the tests that take minutes or gigabytes
+# make clean  stop the local servers; delete them, their data and the virtual environment
+#
+# PYTHON=python3.12 make ...   chooses the Python that .venv is made with (3.11 or newer)
+# KEEP=1 make demo             leaves the servers running; `.venv/bin/concord local down` stops them
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint slow clean venv
+
+demo: venv
+	@$(BIN)/python -m infra.demo
+
+test: lint
+	@$(BIN)/python -m pytest
+
+lint: venv
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy worker tasks db infra celeryconfig.py
+
+slow: venv
+	@$(BIN)/python -m pytest -m slow
+
+# Takes no time when .venv is there and was made for pyproject.toml and constraints.txt as they are.
+venv:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 8))' 2>/dev/null || { \
+		echo "Concord needs Python 3.11 or newer, and $(PYTHON) is not: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON) infra/environment.py
+
+clean:
+	@if [ -x $(BIN)/concord ] && [ -d .concord ]; then $(BIN)/concord local down; fi
+	@rm -rf .venv .concord build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,217 @@
+"""The outbox: what was accepted stays here until its verdicts are in. Redis holds a window of it.
+
+A row's `attempts` is the guard of the chain of retries: a delivery deletes or rewrites the row only while the row
+still carries the attempts that the delivery carries, so a late duplicate can neither end nor fork the chain.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import Connection, delete, func, text, tuple_
+from sqlalchemy.dialects.postgresql import insert
+
+from db.tables import OUTBOX, REJECTED_MESSAGE
+
+LANES = ("live", "bulk")
+#: A holder that does not renew its lease for this long has lost it, by the database's clock.
+LEASE_S = 15
+#: A message is looked for in Redis only when it was published longer ago than this.
+SETTLED_FOR_S = 20
+#: Bytes of a body that are kept of a rejected message.
+MAX_REJECTED_BODY_BYTES = 1_000_000
+
+
+@dataclass(frozen=True)
+class OutboxRow:
+    """A message on its way: `body` is the JSON argument of the task."""
+
+    message_id: UUID
+    lane: str
+    body: dict[str, Any]
+    attempts: int = 0
+    expires_at: datetime | None = None
+    wants_result: bool = False
+    delay_s: float = 0.0
+    last_error: str | None = None
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """What could not be given a verdict row: a message, or a pair that stood twice in one."""
+
+    queue: str
+    error_code: str
+    error_detail: str
+    body: bytes
+    message_id: UUID | None = None
+    pair_ids: Sequence[UUID] = field(default=())
+    source: str | None = None
+
+    def digest(self) -> bytes:
+        parts = (self.queue.encode(), self.error_code.encode(), self.error_detail.encode(), self.body)
+        return hashlib.sha256(b"\0".join(parts)).digest()
+
+
+def add(connection: Connection, rows: Iterable[OutboxRow], *, published: bool = False) -> int:
+    """Accept messages inside the caller's transaction; those already there are left alone. Returns how many are new."""
+    values = [
+        {
+            "message_id": row.message_id,
+            "lane": row.lane,
+            "body": json.dumps(row.body).encode(),
+            "attempts": row.attempts,
+            "published_at": func.now() if published else None,
+            "publishes": int(published),
+            "expires_at": row.expires_at,
+            "wants_result": row.wants_result,
+            "not_before": func.now() + func.make_interval(0, 0, 0, 0, 0, 0, row.delay_s),
+            "last_error": row.last_error,
+        }
+        for row in rows
+    ]
+    if not values:
+        return 0
+    statement = insert(OUTBOX).values(values).on_conflict_do_nothing().returning(OUTBOX.c.message_id)
+    return len(connection.execute(statement).all())
+
+
+def forget(connection: Connection, deliveries: Iterable[tuple[UUID, int]]) -> None:
+    """Delete the rows of messages whose verdicts are in."""
+    if keys := sorted(set(deliveries)):
+        connection.execute(delete(OUTBOX).where(tuple_(OUTBOX.c.message_id, OUTBOX.c.attempts).in_(keys)))
+
+
+#: Rewrites the row of the attempt before, or makes one for a message that came without (a bare send_task).
+RETRY = """
+insert into outbox as old (message_id, lane, body, attempts, not_before, expires_at, wants_result, last_error)
+values (:message_id, :lane, :body, :attempts, now() + make_interval(secs => :delay_s), :expires_at, :wants_result,
+        :last_error)
+on conflict (message_id) do update set
+    body = excluded.body, attempts = excluded.attempts, not_before = excluded.not_before, published_at = null,
+    last_error = excluded.last_error
+where old.attempts = excluded.attempts - 1
+"""
+
+
+def retry(connection: Connection, rows: Iterable[OutboxRow]) -> None:
+    """Write the next attempts; `row.attempts` is already counted up."""
+    for row in sorted(rows, key=lambda row: row.message_id):
+        connection.execute(
+            text(RETRY),
+            {
+                "message_id": row.message_id,
+                "lane": row.lane,
+                "body": json.dumps(row.body).encode(),
+                "attempts": row.attempts,
+                "delay_s": row.delay_s,
+                "expires_at": row.expires_at,
+                "wants_result": row.wants_result,
+                "last_error": row.last_error,
+            },
+        )
+
+
+def record_rejected(connection: Connection, rejected: Iterable[Rejected]) -> None:
+    """Keep what could not be read, once however often it is delivered."""
+    for one in rejected:
+        connection.execute(
+            insert(REJECTED_MESSAGE)
+            .values(
+                message_id=one.message_id,
+                pair_ids=list(one.pair_ids),
+                queue=one.queue,
+                source=one.source,
+                error_code=one.error_code,
+                error_detail=one.error_detail,
+                body=one.body[:MAX_REJECTED_BODY_BYTES],
+                digest=one.digest(),
+            )
+            .on_conflict_do_nothing()
+        )
+
+
+CLAIM = """
+update outbox set published_at = now(), publishes = publishes + 1
+where message_id in (
+    select message_id from outbox
+    where lane = :lane and published_at is null and not_before <= now()
+    order by not_before, message_id limit :room for update skip locked)
+returning message_id, lane, body, attempts, expires_at, wants_result
+"""
+
+
+def claim(connection: Connection, lane: str, room: int) -> list[OutboxRow]:
+    """Mark the oldest due messages as published and return them; the caller commits, then publishes."""
+    return [row_of(row) for row in connection.execute(text(CLAIM), {"lane": lane, "room": room})]
+
+
+CLAIM_AGAIN = """
+update outbox set published_at = now(), publishes = publishes + 1
+where message_id = any(:message_ids) and published_at < now() - make_interval(secs => :settled_for_s)
+returning message_id, lane, body, attempts, expires_at, wants_result
+"""
+
+
+def claim_again(connection: Connection, message_ids: Sequence[UUID]) -> list[OutboxRow]:
+    """Mark lost messages as published once more and return them."""
+    rows = connection.execute(text(CLAIM_AGAIN), {"message_ids": list(message_ids), "settled_for_s": SETTLED_FOR_S})
+    return [row_of(row) for row in rows]
+
+
+def row_of(row: Any) -> OutboxRow:
+    return OutboxRow(row.message_id, row.lane, json.loads(row.body), row.attempts, row.expires_at, row.wants_result)
+
+
+def published_count(connection: Connection) -> int:
+    """How many messages should be in Redis now."""
+    return int(connection.execute(text("select count(*) from outbox where published_at is not null")).scalar_one())
+
+
+OVERDUE = """
+select message_id from outbox where published_at < now() - make_interval(secs => :settled_for_s)
+order by published_at limit :limit
+"""
+
+
+def overdue(connection: Connection, limit: int) -> list[UUID]:
+    """The longest published messages that have no verdicts yet: waiting in Redis, in work, or lost."""
+    parameters = {"settled_for_s": SETTLED_FOR_S, "limit": limit}
+    return [row.message_id for row in connection.execute(text(OVERDUE), parameters)]
+
+
+LEASE = """
+update relay_lease set holder = :holder, expires_at = now() + make_interval(secs => :lease_s)
+where id = 1 and (holder = :holder or expires_at < now())
+"""
+
+
+def take_lease(connection: Connection, holder: str) -> bool:
+    """Become or stay the one relay; by the database's clock, so that a frozen holder loses it."""
+    return connection.execute(text(LEASE), {"holder": holder, "lease_s": LEASE_S}).rowcount == 1
+
+
+def drop_lease(connection: Connection, holder: str) -> None:
+    """Let the next worker take over at once."""
+    statement = text("update relay_lease set expires_at = '-infinity' where holder = :holder")
+    connection.execute(statement, {"holder": holder})
+
+
+BACKLOG = """
+select lane, count(*) as messages, count(*) filter (where published_at is not null) as published,
+       count(*) filter (where attempts > 0) as retrying,
+       coalesce(extract(epoch from now() - min(created_at)), 0)::float8 as oldest_s
+from outbox group by lane
+"""
+
+
+def backlog(connection: Connection) -> dict[str, dict[str, Any]]:
+    """By lane: messages not settled yet, how many of them are in Redis, how many are retries, the oldest's age."""
+    rows = connection.execute(text(BACKLOG)).mappings()
+    found = {row["lane"]: dict(row) for row in rows}
+    empty = {"messages": 0, "published": 0, "retrying": 0, "oldest_s": 0.0}
+    return {lane: {"lane": lane, **empty, **found.get(lane, {})} for lane in LANES}

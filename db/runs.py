@@ -1,0 +1,94 @@
+"""Runs: one submitted file or one night's job. Its pairs share its submitted_at and take their ids from its id."""
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import Connection, text
+
+
+@dataclass(frozen=True)
+class Run:
+    """A row of `run`."""
+
+    id: UUID
+    name: str
+    lane: str
+    source: str
+    submitted_at: datetime
+    state: str
+    planned: int
+    judged: int
+    rejected: int
+    failed: int
+
+    @property
+    def settled(self) -> int:
+        return self.judged + self.rejected + self.failed
+
+
+COLUMNS = "id, name, lane, source, submitted_at, state, planned, judged, rejected, failed"
+
+#: The database's clock gives submitted_at, once: a run that is resumed keeps its pairs' keys.
+OPEN = f"""
+with made as (
+    insert into run (id, kind, source, name, lane, submitted_at)
+    values (:id, 'submit', :source, :name, :lane, now()) on conflict (id) do nothing returning {COLUMNS})
+select {COLUMNS} from made union all select {COLUMNS} from run where id = :id limit 1
+"""
+
+
+def open_run(connection: Connection, run_id: UUID, *, name: str, lane: str, source: str) -> Run:
+    """The run of this id: a new one, or the one that an earlier call began."""
+    row = connection.execute(text(OPEN), {"id": run_id, "name": name, "lane": lane, "source": source}).one()
+    return Run(**row._mapping)
+
+
+def plan(connection: Connection, run_id: UUID, pairs: int) -> None:
+    """Count pairs that this transaction wrote to the outbox."""
+    connection.execute(text("update run set planned = planned + :pairs where id = :id"), {"id": run_id, "pairs": pairs})
+
+
+END_PLANNING = """
+update run set
+    state = case when judged + rejected + failed >= planned then 'done' else 'running' end,
+    finished_at = case when judged + rejected + failed >= planned then now() end
+where id = :id and state = 'planning'
+"""
+
+
+def end_planning(connection: Connection, run_id: UUID) -> None:
+    """Nothing more will be added: the run is done when its last pair is settled."""
+    connection.execute(text(END_PLANNING), {"id": run_id})
+
+
+def read(connection: Connection, run_id: UUID) -> Run:
+    """The run as it stands. Raises sqlalchemy.exc.NoResultFound."""
+    return Run(**connection.execute(text(f"select {COLUMNS} from run where id = :id"), {"id": run_id}).one()._mapping)
+
+
+TROUBLES = """
+select status, error_code, count(*) as pairs, min(ref) as example, min(error_detail) as detail
+from verdict where run_id = :id and submitted_at = :submitted_at and status <> 'judged'
+group by status, error_code order by pairs desc
+"""
+
+
+def troubles(connection: Connection, run: Run) -> list[dict[str, Any]]:
+    """What went wrong with how many pairs of a run, with an example of each."""
+    rows = connection.execute(text(TROUBLES), {"id": run.id, "submitted_at": run.submitted_at}).mappings()
+    return [dict(row) for row in rows]
+
+
+LABELS = """
+select policy, label, decision, count(*) as pairs from verdict
+where run_id = :id and submitted_at = :submitted_at and status = 'judged'
+group by policy, label, decision order by policy, label, decision
+"""
+
+
+def labels(connection: Connection, run: Run) -> list[dict[str, Any]]:
+    """How many judged pairs of a run have which policy, label and decision."""
+    rows = connection.execute(text(LABELS), {"id": run.id, "submitted_at": run.submitted_at}).mappings()
+    return [dict(row) for row in rows]

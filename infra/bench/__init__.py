@@ -1,0 +1,1 @@
+"""Measurements: each module prints a table and, at its end, one line of JSON."""

@@ -1,0 +1,240 @@
+"""The line, top to bottom: message -> batch -> images -> tensors -> model -> verdicts -> Postgres.
+
+Each step is another module's; this one only hands on. A message is acknowledged by worker.batching after `process`
+has returned, which is after the transaction that holds its verdicts.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from celery import bootsteps
+from sqlalchemy import Engine
+
+from db import registry
+from db.engine import make_engine
+from tasks.app import app
+from tasks.relay import Relay
+from tasks.scoring import load_moderator, make_store
+from tasks.settings import Settings, settings
+from tasks.settling import Case, MadeBy, Picture, Reading, as_uuid, outcome_of, patiently, persist, settlement_of, write
+from worker.batching import Batch, Delivery, MicroBatchTask, Outcome, is_stopping
+from worker.errors import CodedError, ErrorCode, Hold, MessageRejected, PairRejected, TryLater
+from worker.images import ImageStore, decode, parse_s3
+from worker.messages import TASK_NAME
+from worker.messages import decode as decode_message
+from worker.moderator import Moderator, Policy, Question
+
+log = logging.getLogger(__name__)
+
+#: Policies and the oldest month are read again after this long.
+RULES_FRESH_FOR_S = 60.0
+
+
+@dataclass
+class Line:
+    """What a worker process makes once, before its first message."""
+
+    settings: Settings
+    engine: Engine
+    store: ImageStore
+    moderator: Moderator
+    made_by: MadeBy
+    policies: Mapping[str, Policy] = field(default_factory=dict)
+    oldest: datetime = datetime.min
+    rules_read_at: float = float("-inf")
+
+    def __post_init__(self) -> None:
+        self.image_threads = ThreadPoolExecutor(self.settings.image_threads, thread_name_prefix="image")
+        #: One batch on the device at a time; another's images are fetched meanwhile.
+        self.device_lock = threading.Lock()
+
+    def refresh_rules(self) -> None:
+        """Read the policies in force and the oldest month, now and then."""
+        if time.monotonic() < self.rules_read_at + RULES_FRESH_FOR_S:
+            return
+        with self.engine.begin() as connection:
+            rules = [Policy(**row) for row in registry.policies_in_force(connection)]
+            self.oldest = registry.oldest_verdict_time(connection)
+        self.policies = {policy.name: policy for policy in rules}
+        self.rules_read_at = time.monotonic()
+
+    def close(self) -> None:
+        self.image_threads.shutdown(wait=False, cancel_futures=True)
+        self.engine.dispose()
+
+
+class Moderate(MicroBatchTask):
+    """Task `concord.moderate`."""
+
+    name = TASK_NAME
+    line: Line
+
+    def process(self, batch: Batch) -> list[Outcome]:
+        line = self.line
+        persist(line.refresh_rules, batch.stopping)
+        readings = [read(delivery, line) for delivery in batch.deliveries]
+        cases = [case for reading in readings for case in reading.cases if case.answer is None]
+        look(cases, line, batch)
+        ask([case for case in cases if case.answer is None], line, batch)
+        settlements = [settlement_of(reading, line.policies, line.settings, line.made_by) for reading in readings]
+        write(line.engine, settlements, batch.stopping)
+        return [outcome_of(reading, line.engine) for reading in readings]
+
+
+def read(delivery: Delivery, line: Line) -> Reading:
+    """Message: what was asked; a pair that cannot be judged already has its answer."""
+    reading = Reading(delivery)
+    if isinstance(delivery.refusal, MessageRejected):
+        reading.rejected = delivery.refusal
+        return reading
+    try:
+        message = decode_message(
+            delivery.payload, now=datetime.now(UTC), oldest=line.oldest, default_id=as_uuid(delivery.task_id)
+        )
+    except MessageRejected as error:
+        reading.rejected = error
+        return reading
+    reading.message = message
+    reading.cases = [Case(message, pair) for pair in message.pairs]
+    for case in reading.cases:
+        if delivery.refusal:
+            case.answer = delivery.refusal
+        elif delivery.withdrawn:
+            case.answer = PairRejected(ErrorCode(delivery.withdrawn), f"{delivery.withdrawn} before it was judged")
+        elif case.pair.policy not in line.policies:
+            known = ", ".join(sorted(line.policies))
+            case.answer = PairRejected(
+                ErrorCode.UNKNOWN_POLICY, f"no policy {case.pair.policy!r:.80}; there are {known}"
+            )
+    return reading
+
+
+def look(cases: Sequence[Case], line: Line, batch: Batch) -> None:
+    """Images: fetch and decode each distinct one once; trouble with it is the answer of the pairs that show it.
+
+    While a bucket is away the batch waits: no pair's attempts are spent on that.
+    """
+    pictures: dict[str, Picture | CodedError] = {}
+
+    def load_missing() -> None:
+        missing = [uri for uri in dict.fromkeys(case.pair.image for case in cases) if uri not in pictures]
+        loaded = dict(zip(missing, line.image_threads.map(lambda uri: load_picture(uri, line), missing), strict=True))
+        away = buckets_away(loaded, line.store)
+        pictures.update({uri: picture for uri, picture in loaded.items() if bucket_of(uri) not in away})
+        if away:
+            raise Hold(f"S3 gives nothing from {', '.join(sorted(away))}")
+
+    patiently(lambda error: isinstance(error, Hold), batch.stopping)(load_missing)
+    for case in cases:
+        picture = pictures[case.pair.image]
+        if isinstance(picture, CodedError):
+            case.answer = picture
+        else:
+            case.picture = picture
+
+
+def buckets_away(loaded: Mapping[str, Picture | CodedError], store: ImageStore) -> set[str]:
+    """Buckets from which every fetch failed for a passing reason, and which do not answer otherwise either."""
+    suspects = {bucket_of(uri) for uri, picture in loaded.items() if isinstance(picture, TryLater)}
+    suspects -= {bucket_of(uri) for uri, picture in loaded.items() if not isinstance(picture, TryLater)}
+    return {bucket for bucket in suspects if not store.answers(bucket)}
+
+
+def bucket_of(uri: str) -> str:
+    return uri.removeprefix("s3://").partition("/")[0]
+
+
+def load_picture(uri: str, line: Line) -> Picture | CodedError:
+    """One image from its address to pixels."""
+    try:
+        fetched = line.store.fetch(parse_s3(uri))
+        decoded = decode(
+            fetched.data,
+            target_px=line.moderator.checkpoint.configuration.patch_image_size,
+            exact=line.settings.exact_images,
+            max_pixels=line.settings.max_image_pixels,
+        )
+        return Picture(decoded, fetched.etag)
+    except CodedError as error:
+        return error
+
+
+def ask(cases: Sequence[Case], line: Line, batch: Batch) -> None:
+    """Model: one batch on the device at a time, under the watchdog's eye."""
+    questions = [
+        Question(case.picture.decoded.image, case.picture.decoded.sha256, case.pair.text, case.pair.premise)
+        for case in cases
+        if case.picture
+    ]
+    with line.device_lock, batch.watched():
+        answers = line.moderator.judge(questions)
+    for case, answer in zip(cases, answers, strict=True):
+        case.answer = answer
+
+
+def set_up(chosen: Settings) -> Line:
+    """Load the model, send an example through it, and sign in to Postgres. Raises ConcordError with what to do."""
+    if chosen.torch_threads:
+        torch.set_num_threads(chosen.torch_threads)
+    store = make_store(chosen)
+    moderator = load_moderator(chosen.model_dir, chosen.device)
+    moderator.warm_up()
+    checkpoint = moderator.checkpoint
+    engine = make_engine(chosen.need("database_url"), pool_size=chosen.max_inflight + 2)
+
+    def sign_in() -> int:
+        with engine.begin() as connection:
+            registry.make_partitions(connection)
+            return registry.register_model(
+                connection,
+                name=checkpoint.name,
+                revision=checkpoint.revision,
+                recipe=checkpoint.recipe,
+                weights_sha256=checkpoint.sha256,
+                prompt=checkpoint.configuration.plain_prompt,
+                image_px=checkpoint.configuration.patch_image_size,
+                answers=dict(zip(checkpoint.answers.names, checkpoint.labels, strict=True)),
+            )
+
+    made_by = MadeBy(persist(sign_in, is_stopping), checkpoint.sha256, checkpoint.recipe, checkpoint.configuration)
+    line = Line(chosen, engine, store, moderator, made_by)
+    persist(line.refresh_rules, is_stopping)
+    log.info("%s %s (%s) is ready on %s", checkpoint.name, checkpoint.revision, checkpoint.recipe, moderator.device)
+    return line
+
+
+task = app.register_task(Moderate())
+
+
+class LineStep(bootsteps.StartStopStep):  # type: ignore[misc]
+    """Sets the line up before the worker takes its first message, and the relay beside it."""
+
+    def __init__(self, parent: Any, **_: Any) -> None:
+        self.relay: Relay | None = None
+
+    def start(self, parent: Any) -> None:
+        chosen = settings()
+        task.max_pairs, task.max_wait_s = chosen.max_pairs, chosen.max_wait_ms / 1000
+        task.max_inflight, task.hang_limit_s = chosen.max_inflight, chosen.hang_limit_s
+        chosen.need("broker_url")
+        task.line = set_up(chosen)
+        windows = {"live": chosen.live_window, "bulk": chosen.bulk_window}
+        self.relay = Relay(chosen.need("database_url"), windows, chosen.relay_poll_ms / 1000)
+        self.relay.start()
+
+    def stop(self, parent: Any) -> None:
+        if self.relay is not None:
+            self.relay.stop()
+
+    def terminate(self, parent: Any) -> None:
+        self.stop(parent)
+
+
+app.steps["worker"].add(LineStep)

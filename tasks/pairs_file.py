@@ -1,0 +1,124 @@
+"""Files of pairs: reading JSONL and CSV, and submitting one as a run that can be taken up again where it stopped."""
+
+import csv
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+from uuid import UUID, uuid5
+
+from sqlalchemy import Engine
+
+from db import outbox, runs
+from db.outbox import OutboxRow
+from db.runs import Run
+from tasks.submit import PAIRS_PER_MESSAGE, Lane, chunked, envelope
+from worker.errors import ConcordError, ErrorCode, PairRejected
+from worker.messages import Pair
+
+#: Ids of runs are derived under this name, so that the same file gives the same run on any machine.
+RUNS = UUID("6f0f3f2c-5b1e-4d0a-9a53-9c4f6c3c0d11")
+#: Messages written to the outbox in one transaction.
+MESSAGES_PER_COMMIT = 16
+#: Characters of a line that cannot be read which an error quotes.
+QUOTED_CHARS = 60
+PAIR_COLUMNS = frozenset(Pair.model_fields) - {"attributes"}
+
+Row = dict[str, Any] | PairRejected
+
+
+class FileWrong(ConcordError):
+    """The file of pairs cannot be read."""
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The pairs of a .jsonl or .csv file, one at a time; a line that is none comes as PairRejected with its number.
+
+    In CSV, columns that are no field of a pair become its attributes. Raises FileWrong.
+    """
+    try:
+        with path.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
+            yield from csv_rows(lines) if path.suffix.lower() == ".csv" else jsonl_rows(lines)
+    except OSError as error:
+        raise FileWrong(f"{path}: {error.strerror}") from None
+
+
+def jsonl_rows(lines: TextIO) -> Iterator[Row]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError("not a JSON object")
+            yield row
+        except (ValueError, RecursionError) as error:
+            detail = f"line {number} is not a pair ({error}): {line.strip()[:QUOTED_CHARS]}"
+            yield PairRejected(ErrorCode.INVALID_PAIR, detail)
+
+
+def csv_rows(lines: TextIO) -> Iterator[Row]:
+    reader = csv.DictReader(lines, restkey="more columns", strict=True)
+    missing = {"image", "text"} - set(reader.fieldnames or ())
+    if missing:
+        raise FileWrong(f"the first line of a CSV names its columns; {' and '.join(sorted(missing))} are missing")
+    try:
+        for row in reader:
+            fields = {name: value for name, value in row.items() if value not in ("", None)}
+            attributes = {name: value for name, value in fields.items() if name not in PAIR_COLUMNS}
+            # An empty text is a pair's fault, to be recorded as such; other empty cells mean "not given".
+            pair = {name: value for name, value in fields.items() if name in PAIR_COLUMNS}
+            yield {"text": "", **pair, "attributes": attributes}
+    except csv.Error as error:
+        raise FileWrong(f"line {reader.line_num} is not CSV: {error}") from None
+
+
+def begin(engine: Engine, path: Path, *, lane: Lane, source: str, again: str = "") -> Run:
+    """The run of this file: a new one, or the one that the same command began earlier. `again` makes another."""
+    digest = hashlib.sha256()
+    try:
+        with path.open("rb") as file:
+            while block := file.read(1 << 20):
+                digest.update(block)
+    except OSError as error:
+        raise FileWrong(f"{path}: {error.strerror}") from None
+    run_id = uuid5(RUNS, json.dumps([digest.hexdigest(), lane, source, again]))
+    with engine.begin() as connection:
+        return runs.open_run(connection, run_id, name=path.name, lane=lane, source=source)
+
+
+def submit_file(engine: Engine, run: Run, rows: Iterator[Row]) -> Iterator[int]:
+    """Write the run's pairs to the outbox, yielding how many each commit accepted.
+
+    The outbox rows and the run's `planned` commit together, so that a call that was cut short is taken up after the
+    last pair that was accepted. Lines that are no pairs are left out; the caller has seen them in `rows`.
+    """
+    if run.state != "planning":
+        return
+    pairs = (row for row in rows if not isinstance(row, PairRejected))
+    numbered = ((place, pair) for place, pair in enumerate(pairs) if place >= run.planned)
+    for group in chunked(chunked(numbered, PAIRS_PER_MESSAGE), MESSAGES_PER_COMMIT):
+        with engine.begin() as connection:
+            outbox.add(connection, [message_of(run, chunk) for chunk in group])
+            accepted = sum(map(len, group))
+            runs.plan(connection, run.id, accepted)
+        yield accepted
+    with engine.begin() as connection:
+        runs.end_planning(connection, run.id)
+
+
+def message_of(run: Run, chunk: Sequence[tuple[int, Mapping[str, Any]]]) -> OutboxRow:
+    """One message of a run; ids follow from the run and the pair's place in the file."""
+    message_id = uuid5(run.id, f"message {chunk[0][0]}")
+    pairs = [{**pair, "id": pair.get("id") or str(uuid5(run.id, f"pair {place}"))} for place, pair in chunk]
+    body = envelope(message_id, run.submitted_at, pairs, run.source, run_id=run.id)
+    return OutboxRow(message_id, run.lane, body)
+
+
+def noting(rows: Iterator[Row], unreadable: list[PairRejected]) -> Iterator[Row]:
+    """The same rows, with those that are no pairs noted in `unreadable` on the way."""
+    for row in rows:
+        if isinstance(row, PairRejected):
+            unreadable.append(row)
+        yield row

@@ -1,0 +1,421 @@
+"""Verdicts -> Postgres: what each message's answers come to as rows, and the one transaction that writes them.
+
+Each pair settles on its own: judged; rejected, by its own fault; tried again later, which is a new attempt of its
+message with the pairs that are left; or failed, once the attempts are used up.
+"""
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+from uuid import UUID
+
+from sqlalchemy import Engine
+from sqlalchemy.exc import SQLAlchemyError
+from tenacity import RetryCallState, Retrying, before_sleep_log, retry_if_exception, wait_random_exponential
+
+from db import verdicts
+from db.engine import Trouble, trouble
+from db.outbox import OutboxRow, Rejected
+from db.verdicts import Settlement, Verdict
+from tasks.settings import Settings
+from worker.batching import Delivery, Outcome
+from worker.errors import CodedError, ErrorCode, Hold, MessageRejected, TryLater
+from worker.images import DecodedImage
+from worker.messages import Message, Pair, RefusedPair, clean_string, encode
+from worker.model.config import Configuration
+from worker.moderator import Judgement, Policy, decide
+
+log = logging.getLogger(__name__)
+
+#: Flag of a pair in whose strings NUL or lone surrogates were replaced.
+TEXT_REPLACED = "text_replaced"
+#: The longest wait between two tries while the database is away.
+MAX_BACK_OFF_S = 15.0
+#: Seconds of the longest wait before an attempt.
+MAX_RETRY_DELAY_S = 3_600.0
+CONTENT_HASH_BYTES = 16
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A decoded image and the version of the object that it was."""
+
+    decoded: DecodedImage
+    etag: str
+
+
+@dataclass(eq=False)
+class Case:
+    """One pair on its way down the line; the first step with a final word sets `answer`."""
+
+    message: Message
+    pair: Pair
+    picture: Picture | None = None
+    answer: Judgement | CodedError | None = None
+
+
+@dataclass(eq=False)
+class Reading:
+    """A delivery as read: a message with its cases, or why it is none."""
+
+    delivery: Delivery
+    message: Message | None = None
+    rejected: MessageRejected | None = None
+    cases: list[Case] = field(default_factory=list)
+    again: list[UUID] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class MadeBy:
+    """What the scores of this process depend on beside the pair."""
+
+    model_version_id: int
+    weights_sha256: str
+    recipe: str
+    configuration: Configuration
+
+
+def settlement_of(reading: Reading, policies: Mapping[str, Policy], settings: Settings, made_by: MadeBy) -> Settlement:
+    """The rows that one message comes to."""
+    delivery, message = reading.delivery, reading.message
+    if message is None:
+        return recorded(reading)
+    rejected = [rejected_pair(delivery, message, duplicate) for duplicate in message.duplicates]
+    if delivery.not_before and not delivery.refusal and not delivery.withdrawn:
+        return Settlement(retries=[parked(delivery, message)], rejected=rejected)
+    rows = [refused_row(delivery, message, refused) for refused in message.refused]
+    again: list[Case] = []
+    for case in reading.cases:
+        if isinstance(case.answer, TryLater) and message.attempts + 1 < settings.max_attempts:
+            again.append(case)
+        else:
+            rows.append(row_of(case, delivery.lane, policies, made_by))
+    reading.again = [case.pair.id for case in again if case.pair.id]
+    if again:
+        return Settlement(rows, retries=[next_attempt(delivery, message, again, settings)], rejected=rejected)
+    return Settlement(rows, done=[(message.message_id, message.attempts)], rejected=rejected)
+
+
+def row_of(case: Case, lane: str, policies: Mapping[str, Policy], made_by: MadeBy) -> Verdict:
+    """The verdict's row of one pair."""
+    message, pair, answer = case.message, case.pair, case.answer
+    assert pair.id is not None
+    assert answer is not None
+    flags = [TEXT_REPLACED] if pair.id in message.replaced else []
+    row = Verdict(
+        submitted_at=message.submitted_at,
+        pair_id=pair.id,
+        source=message.source,
+        message_id=message.message_id,
+        lane=lane,
+        status="judged",
+        attempts=message.attempts,
+        ref=pair.ref,
+        run_id=message.run_id,
+        image=pair.image,
+        text=pair.text,
+        premise=pair.premise,
+        attributes=pair.attributes,
+        policy=pair.policy,
+    )
+    if case.picture is not None:
+        decoded = case.picture.decoded
+        flags += decoded.flags
+        row = replace(
+            row,
+            image_sha256=decoded.sha256,
+            image_etag=case.picture.etag,
+            image_width=decoded.width,
+            image_height=decoded.height,
+            decode_mode=decoded.decode_mode,
+        )
+    if isinstance(answer, CodedError):
+        status = "failed" if isinstance(answer, TryLater) else "rejected"
+        return replace(row, status=status, error_code=answer.code, error_detail=answer.detail or None, flags=flags)
+    policy = policies[pair.policy]
+    return replace(
+        row,
+        label=answer.label,
+        p_entailment=answer.p_entailment,
+        p_contradiction=answer.p_contradiction,
+        p_neutral=answer.p_neutral,
+        answer=answer.answer,
+        policy_version=policy.version,
+        decision=decide(policy, answer),
+        flags=[*flags, *answer.flags],
+        text_scored=answer.text_scored,
+        premise_scored=answer.premise_scored,
+        model_version_id=made_by.model_version_id,
+        content_hash=content_hash(case, answer, made_by),
+    )
+
+
+def content_hash(case: Case, answer: Judgement, made_by: MadeBy) -> bytes:
+    """16 bytes over all that the scores depend on: equal content under an equal model scores equally."""
+    assert case.picture is not None
+    configuration = made_by.configuration
+    parts = [
+        case.picture.decoded.sha256.hex(),
+        case.picture.decoded.decode_mode,
+        answer.text_scored,
+        answer.premise_scored,
+        made_by.weights_sha256,
+        made_by.recipe,
+        configuration.plain_prompt,
+        configuration.premise_prompt,
+        configuration.patch_image_size,
+    ]
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=CONTENT_HASH_BYTES).digest()
+
+
+def refused_row(delivery: Delivery, message: Message, refused: RefusedPair) -> Verdict:
+    """The row of a pair that could not be read."""
+    return Verdict(
+        submitted_at=message.submitted_at,
+        pair_id=refused.id,
+        source=message.source,
+        message_id=message.message_id,
+        lane=delivery.lane,
+        status="rejected",
+        attempts=message.attempts,
+        ref=refused.ref,
+        run_id=message.run_id,
+        image=refused.image,
+        text=refused.text,
+        policy=refused.policy,
+        error_code=refused.error.code,
+        error_detail=refused.error.detail,
+    )
+
+
+def rejected_pair(delivery: Delivery, message: Message, duplicate: RefusedPair) -> Rejected:
+    """An id that stood twice has one verdict, of its first standing; the other is recorded here."""
+    return Rejected(
+        queue=delivery.lane,
+        error_code=duplicate.error.code,
+        error_detail=duplicate.error.detail,
+        body=json.dumps({"ref": duplicate.ref, "image": duplicate.image, "text": duplicate.text}).encode(),
+        message_id=message.message_id,
+        pair_ids=[duplicate.id],
+        source=message.source,
+    )
+
+
+def recorded(reading: Reading) -> Settlement:
+    """A message that could not be read: kept with its body, and its outbox row deleted."""
+    delivery, error = reading.delivery, reading.rejected
+    assert error is not None
+    payload = delivery.payload if isinstance(delivery.payload, Mapping) else {}
+    message_id = as_uuid(payload.get("message_id")) or as_uuid(delivery.task_id)
+    attempts = payload.get("attempts")
+    raw_pairs = payload.get("pairs")
+    pairs = raw_pairs if isinstance(raw_pairs, list) else []
+    ids = [as_uuid(pair.get("id")) for pair in pairs[:1_000] if isinstance(pair, Mapping)]
+    rejected = Rejected(
+        queue=delivery.lane,
+        error_code=error.code,
+        error_detail=clean_string(error.detail),
+        body=delivery.body,
+        message_id=message_id,
+        pair_ids=[pair_id for pair_id in ids if pair_id],
+    )
+    done = [(message_id, attempts if isinstance(attempts, int) and 0 <= attempts < 2**31 else 0)] if message_id else []
+    return Settlement(done=done, rejected=[rejected])
+
+
+def as_uuid(value: object) -> UUID | None:
+    """The UUID that a string spells, if it does."""
+    try:
+        return UUID(value) if isinstance(value, str) else None
+    except ValueError:
+        return None
+
+
+def next_attempt(delivery: Delivery, message: Message, again: Sequence[Case], settings: Settings) -> OutboxRow:
+    """The message with the pairs that are left, due after a wait that doubles with every attempt."""
+    ids = [case.pair.id for case in again if case.pair.id]
+    body = encode(message.again(ids))
+    if delivery.wants_result:
+        # The result of the last attempt is to hold the verdicts of all.
+        body["settled"] = [str(pair_id) for pair_id in asked_for(delivery, message) if pair_id not in ids]
+    delay_s = min(settings.retry_delay_s * 2**message.attempts, MAX_RETRY_DELAY_S)
+    answer = again[0].answer
+    return OutboxRow(
+        message.message_id,
+        delivery.lane,
+        body,
+        attempts=message.attempts + 1,
+        expires_at=delivery.expires_at,
+        wants_result=delivery.wants_result,
+        delay_s=delay_s,
+        last_error=clean_string(f"{answer.code}: {answer.detail}"[:500]) if isinstance(answer, CodedError) else None,
+    )
+
+
+def parked(delivery: Delivery, message: Message) -> OutboxRow:
+    """Celery's countdown or eta: the message waits in the outbox, where a restart cannot lose it."""
+    assert delivery.not_before is not None
+    payload = delivery.payload if isinstance(delivery.payload, Mapping) else {}
+    return OutboxRow(
+        message.message_id,
+        delivery.lane,
+        {**payload, "message_id": str(message.message_id)},
+        attempts=message.attempts,
+        expires_at=delivery.expires_at,
+        wants_result=delivery.wants_result,
+        delay_s=max(0.0, (delivery.not_before - datetime.now(UTC)).total_seconds()),
+    )
+
+
+def asked_for(delivery: Delivery, message: Message) -> list[UUID]:
+    """The ids of all pairs of the message, those that earlier attempts settled among them."""
+    payload = delivery.payload if isinstance(delivery.payload, Mapping) else {}
+    before = payload.get("settled")
+    earlier = [as_uuid(one) for one in before] if isinstance(before, list) else []
+    now = [*(pair.id for pair in message.pairs), *(refused.id for refused in message.refused)]
+    return [pair_id for pair_id in [*earlier, *now] if pair_id]
+
+
+def outcome_of(reading: Reading, engine: Engine) -> Outcome:
+    """What Celery is told of a message whose settlement is committed."""
+    delivery, message = reading.delivery, reading.message
+    if message is None:
+        return Outcome("failed", error=reading.rejected)
+    if delivery.withdrawn:
+        return Outcome("withdrawn")
+    if delivery.refusal:
+        return Outcome("failed", error=delivery.refusal)
+    if delivery.not_before:
+        return Outcome("parked", error=TryLater(ErrorCode.EXPIRED, f"put off until {delivery.not_before.isoformat()}"))
+    if reading.again:
+        return Outcome("retried", error=TryLater(ErrorCode.IMAGE_FETCH_FAILED, f"{len(reading.again)} pairs again"))
+    if not delivery.wants_result:
+        return Outcome("done")
+    with engine.begin() as connection:
+        return Outcome("done", verdicts.read_back(connection, message.submitted_at, asked_for(delivery, message)))
+
+
+def persist(action: Callable[[], T], stopping: Callable[[], bool]) -> T:
+    """Do it, and again while the database is away or a neighbour's transaction is in the way.
+
+    Raises Hold when the worker is told to stop meanwhile, and the database's own error where trying again is vain.
+    """
+
+    def passing(error: BaseException) -> bool:
+        return isinstance(error, SQLAlchemyError) and trouble(error) is not Trouble.DATA
+
+    return patiently(passing, stopping)(action)
+
+
+def patiently(passing: Callable[[BaseException], bool], stopping: Callable[[], bool]) -> Retrying:
+    """Tries again, with growing waits, for as long as the trouble is a passing one and the worker is to go on."""
+
+    def rest(seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not stopping():
+            time.sleep(min(0.1, seconds))
+
+    def give_up(state: RetryCallState) -> Any:
+        error = state.outcome.exception() if state.outcome else None
+        raise Hold(f"the worker stops while it waits: {error}") from error
+
+    return Retrying(
+        retry=retry_if_exception(passing),
+        wait=wait_random_exponential(multiplier=0.2, max=MAX_BACK_OFF_S),
+        stop=lambda state: stopping(),
+        sleep=rest,
+        before_sleep=before_sleep_log(log, logging.WARNING),
+        retry_error_callback=give_up,
+    )
+
+
+def write(engine: Engine, settlements: Sequence[Settlement], stopping: Callable[[], bool]) -> None:
+    """Commit a batch's settlements in one transaction; halve it where Postgres refuses the data of one of them."""
+    try:
+        persist(lambda: write_once(engine, settlements), stopping)
+    except SQLAlchemyError as error:
+        if len(settlements) > 1:
+            middle = len(settlements) // 2
+            write(engine, settlements[:middle], stopping)
+            write(engine, settlements[middle:], stopping)
+        elif len(settlements[0].verdicts) > 0:
+            log.warning("Postgres refuses a message's rows: %s", str(error).splitlines()[0][:300])
+            persist(lambda: write_once(engine, [storable(engine, settlements[0])]), stopping)
+        else:
+            raise
+
+
+def write_once(engine: Engine, settlements: Sequence[Settlement]) -> None:
+    whole = Settlement(
+        verdicts=[row for one in settlements for row in one.verdicts],
+        done=[key for one in settlements for key in one.done],
+        retries=[row for one in settlements for row in one.retries],
+        rejected=[one_rejected for one in settlements for one_rejected in one.rejected],
+    )
+    with engine.begin() as connection:
+        verdicts.settle(connection, whole)
+
+
+def storable(engine: Engine, settlement: Settlement) -> Settlement:
+    """The same with each row that Postgres refuses replaced by a bare one that says so, or, where not even that can
+    be stored (its month is gone), recorded beside the verdicts.
+    """
+    rows, rejected = [], list(settlement.rejected)
+    for row in settlement.verdicts:
+        if (why := refusal(engine, row)) is None:
+            rows.append(row)
+        elif refusal(engine, bare(row, why)) is None:
+            rows.append(bare(row, why))
+        else:
+            rejected.append(unstored(row, why))
+    return replace(settlement, verdicts=rows, rejected=rejected)
+
+
+def refusal(engine: Engine, row: Verdict) -> str | None:
+    """Why Postgres does not take this row; None where it does. Nothing is written."""
+    try:
+        with engine.connect() as connection:
+            verdicts.write(connection, [row])
+            connection.rollback()
+    except SQLAlchemyError as error:
+        if trouble(error) is not Trouble.DATA:
+            raise
+        why: str = clean_string(str(getattr(error, "orig", error)).splitlines()[0][:300])
+        return why
+    return None
+
+
+def unstored(row: Verdict, why: str) -> Rejected:
+    """A pair for which there is no place in `verdict`."""
+    return Rejected(
+        queue=row.lane,
+        error_code=ErrorCode.UNSTORABLE,
+        error_detail=why,
+        body=json.dumps({"ref": row.ref, "image": row.image, "text": row.text}).encode(),
+        message_id=row.message_id,
+        pair_ids=[row.pair_id],
+        source=row.source,
+    )
+
+
+def bare(row: Verdict, why: str) -> Verdict:
+    """A row that holds only what identifies the pair."""
+    return Verdict(
+        submitted_at=row.submitted_at,
+        pair_id=row.pair_id,
+        source=row.source,
+        message_id=row.message_id,
+        lane=row.lane,
+        run_id=row.run_id,
+        status="failed",
+        attempts=row.attempts,
+        error_code=ErrorCode.UNSTORABLE,
+        error_detail=why,
+    )

@@ -1,0 +1,162 @@
+"""The producer: pairs become outbox rows, and live ones messages at once. Never imports torch.
+
+    from tasks.submit import Pair, submit
+    submit([Pair(ref="sku-1", image="s3://shop/1.jpg", text="a red shoe")])
+
+A pair is accepted when the outbox row that carries it is committed; from then on it is not lost.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from itertools import islice
+from typing import Any, Literal, TypeVar
+from uuid import UUID
+
+from sqlalchemy import Connection, Engine
+
+from db import outbox
+from db.engine import make_engine
+from db.outbox import OutboxRow
+from tasks.app import app
+from tasks.settings import settings
+from worker.messages import TASK_NAME, VERSION, Pair
+
+__all__ = ["Pair", "Submission", "publish", "queue_length", "submit"]
+
+log = logging.getLogger(__name__)
+
+#: Pairs that travel in one message: 40 times the pairs a second of one pair a message, and little to do again when a
+#: worker dies.
+PAIRS_PER_MESSAGE = 64
+Lane = Literal["live", "bulk"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What was accepted: with submitted_at, the ids are the verdicts' keys."""
+
+    pair_ids: Sequence[UUID]
+    message_ids: Sequence[UUID]
+    submitted_at: datetime
+
+
+def submit(
+    pairs: Iterable[Pair],
+    *,
+    lane: Lane = "live",
+    source: str = "default",
+    fresh: bool = False,
+    expires_at: datetime | None = None,
+    wants_result: bool = False,
+    connection: Connection | None = None,
+) -> Submission:
+    """Hand pairs over; returns when they are accepted.
+
+    `live` pairs are published at once while Redis holds few of them, `bulk` ones by the relay. With `connection` the
+    rows are part of the caller's own transaction and the relay publishes them after its commit. `expires_at`: pairs
+    not judged by then are rejected as `expired`. `wants_result`: AsyncResult(message_id).get() returns the verdicts.
+    Raises SQLAlchemy's DBAPIError when the database is away: nothing was accepted then.
+    """
+    submitted_at = datetime.now(UTC)
+    rows, pair_ids = [], []
+    for chunk in chunked(pairs, PAIRS_PER_MESSAGE):
+        numbered = [pair if pair.id else pair.model_copy(update={"id": uuid7()}) for pair in chunk]
+        body = envelope(uuid7(), submitted_at, [pair.model_dump(mode="json") for pair in numbered], source, fresh)
+        rows.append(OutboxRow(UUID(body["message_id"]), lane, body, expires_at=expires_at, wants_result=wants_result))
+        pair_ids += [pair.id for pair in numbered if pair.id]
+    if connection is not None:
+        outbox.add(connection, rows)
+    else:
+        at_once = lane == "live" and bool(rows) and has_room(len(rows))
+        with engine().begin() as own:
+            outbox.add(own, rows, published=at_once)
+        if at_once:
+            publish_accepted(rows)
+    return Submission(pair_ids, [row.message_id for row in rows], submitted_at)
+
+
+def envelope(
+    message_id: UUID,
+    submitted_at: datetime,
+    pairs: Sequence[dict[str, Any]],
+    source: str = "default",
+    fresh: bool = False,
+    run_id: UUID | None = None,
+) -> dict[str, Any]:
+    """The JSON argument of the task, for pairs that may still be found wrong by the worker."""
+    return {
+        "v": VERSION,
+        "message_id": str(message_id),
+        "submitted_at": submitted_at.isoformat(),
+        "run_id": str(run_id) if run_id else None,
+        "source": source,
+        "fresh": fresh,
+        "attempts": 0,
+        "pairs": list(pairs),
+    }
+
+
+def publish(rows: Sequence[OutboxRow]) -> None:
+    """Hand committed rows to Redis. Raises kombu's OperationalError where it is away."""
+    with app.producer_pool.acquire(block=True) as producer:
+        for row in rows:
+            app.send_task(
+                TASK_NAME,
+                args=[row.body],
+                task_id=str(row.message_id),
+                queue=row.lane,
+                expires=row.expires_at,
+                ignore_result=not row.wants_result,
+                producer=producer,
+                argsrepr="(message,)",
+                # Waiting is the outbox's part: a producer is not held up by a Redis that is away.
+                retry=False,
+            )
+
+
+def publish_accepted(rows: Sequence[OutboxRow]) -> None:
+    """Publish, or leave it to the relay, which finds what never reached Redis."""
+    try:
+        publish(rows)
+    except app.connection_for_write().connection_errors as error:
+        log.warning("Redis is away (%s); the relay will publish %d messages", type(error).__name__, len(rows))
+
+
+def has_room(messages: int) -> bool:
+    """Whether the live queue is below its window; False while Redis is away."""
+    try:
+        return queue_length("live") + messages <= settings().live_window
+    except app.connection_for_write().connection_errors:
+        return False
+
+
+def queue_length(lane: str) -> int:
+    """Messages in the lane's queue, over all of Redis's priority keys."""
+    with app.connection_or_acquire() as connection:
+        size: int = connection.default_channel._size(lane)
+        return size
+
+
+def chunked(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    """Lists of `size` items, the last one shorter."""
+    iterator = iter(items)
+    while chunk := list(islice(iterator, size)):
+        yield chunk
+
+
+def uuid7() -> UUID:
+    """A UUID that sorts by time of making (RFC 9562): 48 bits of milliseconds, then random ones."""
+    millis, random = time.time_ns() // 1_000_000, int.from_bytes(os.urandom(10))
+    return UUID(int=(millis << 80 | 7 << 76 | (random >> 68) << 64 | 2 << 62 | random & (1 << 62) - 1))
+
+
+@cache
+def engine() -> Engine:
+    """The producer's connections to Postgres, made at the first submit."""
+    return make_engine(settings().need("database_url"))

@@ -1,0 +1,1 @@
+"""The line itself: messages, micro-batches, images, the model and its verdicts."""

@@ -1,0 +1,229 @@
+"""Judging one batch of questions: probabilities, a label, and what a policy makes of them.
+
+Everything about a batch and nothing about where it came from or where its verdicts go. A pair's scores do not depend
+on its batch mates, and a pair on which the model fails fails alone.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from worker.errors import CodedError, ErrorCode, PairRejected, TryLater
+from worker.model.checkpoint import Checkpoint, Label
+from worker.model.config import Configuration
+from worker.model.decode import score
+from worker.model.ofa import OFA
+from worker.model.preprocess import OFF_LANGUAGE, Prompt, make_pixels, make_prompt, pad, padded_length
+
+Decision = Literal["accept", "review", "reject"]
+
+#: Pairs that go through the model at once. More use the device better and need more of its memory.
+MAX_SLICE = 64
+
+
+@dataclass(frozen=True)
+class Question:
+    """Does this picture bear out this text?"""
+
+    image: Image.Image  # RGB
+    image_key: bytes  # the same for the same picture, such as its sha256
+    text: str
+    premise: str | None = None  # a second text, taken as true beside the picture
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What the model says about one question."""
+
+    label: Label
+    answer: str  # the checkpoint's own word for the label
+    probs: dict[str, float]  # answer -> probability, which sum to 1
+    p_entailment: float
+    p_contradiction: float
+    p_neutral: float
+    text_scored: str
+    premise_scored: str | None
+    flags: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The rule from probabilities to a decision.
+
+    `should_hold`: the text should be true of the picture, so its contradiction is bad. `should_not_hold`: the claim
+    should not be true, so its entailment is. A threshold of None is never reached.
+    """
+
+    name: str
+    version: int
+    polarity: Literal["should_hold", "should_not_hold"]
+    review_at: float | None
+    reject_at: float | None
+
+
+SHIPPED_POLICIES: Mapping[str, Policy] = {
+    policy.name: policy
+    for policy in (
+        Policy("catalog", 1, "should_hold", review_at=0.5, reject_at=None),
+        Policy("prohibited", 1, "should_not_hold", review_at=0.2, reject_at=0.5),
+    )
+}
+
+
+def decide(policy: Policy, judgement: Judgement) -> Decision:
+    """Apply a policy. SQL states the same rule: double precision, and a threshold is reached when equalled.
+
+    A text mostly outside the checkpoint's language is never accepted unseen.
+    """
+    p_bad = judgement.p_contradiction if policy.polarity == "should_hold" else judgement.p_entailment
+    if policy.reject_at is not None and p_bad >= policy.reject_at:
+        return "reject"
+    if policy.review_at is not None and p_bad >= policy.review_at:
+        return "review"
+    return "review" if OFF_LANGUAGE in judgement.flags else "accept"
+
+
+@dataclass(frozen=True)
+class Item:
+    """A question that is ready for the model, and where its judgement goes."""
+
+    place: int
+    question: Question
+    prompt: Prompt
+
+
+class Moderator:
+    """A checkpoint on a device, which judges batches of questions one batch at a time."""
+
+    def __init__(self, checkpoint: Checkpoint, device: torch.device | str, max_slice: int = MAX_SLICE) -> None:
+        """`max_slice` bounds the pairs that go through the model at once; it changes speed and memory, not scores."""
+        self.checkpoint = checkpoint
+        self.device = torch.device(device)
+        self.max_slice = max_slice
+        self.model = checkpoint.model.to(self.device)
+        # What once ran out of memory would do so again: pairs at a time, by the padded length of their prompts.
+        self._ceilings: dict[int, int] = {}
+        self._longest = checkpoint.configuration.max_src_length + 2
+
+    def judge(self, questions: Sequence[Question]) -> list[Judgement | CodedError]:
+        """Judge a batch: one judgement a question, in order, or the error that stands in its place.
+
+        A text without anything to score is PairRejected; a pair on which the model itself fails is TryLater with
+        MODEL_FAILED. Raises nothing but what ends the process.
+        """
+        results: list[Judgement | CodedError | None] = [None] * len(questions)
+        items = []
+        for place, question in enumerate(questions):
+            try:
+                prompt = make_prompt(
+                    question.text, question.premise, self.checkpoint.tokenizer, self.checkpoint.configuration
+                )
+                items.append(Item(place, question, prompt))
+            except PairRejected as error:
+                results[place] = error
+        features = Features(self.model, self.checkpoint.configuration, items)
+        for slice_ in self._slices(items):
+            for item, result in zip(slice_, self._judge_or_halve(slice_, features), strict=True):
+                results[item.place] = result
+        return [result for result in results if result is not None]
+
+    def warm_up(self) -> None:
+        """Send the shortest and the longest prompt through every stage, so that no pair waits for what is made once.
+
+        Raises the error where that fails: a model that cannot judge a plain picture is not to be given others.
+        """
+        grey = Image.new("RGB", (64, 64), (128, 128, 128))
+        longest = "word " * self.checkpoint.configuration.max_src_length
+        for result in self.judge([Question(grey, b"warm-up", text) for text in ("a picture", longest)]):
+            if isinstance(result, CodedError):
+                raise result
+
+    def _slices(self, items: Sequence[Item]) -> list[list[Item]]:
+        """Cut a batch into slices of like lengths, so that little is padded."""
+        slices: list[list[Item]] = []
+        for item in sorted(items, key=lambda item: (len(item.prompt.ids), item.place)):
+            ceiling = min(self.max_slice, self._ceilings.get(self._length([item]), self.max_slice))
+            if not slices or len(slices[-1]) >= ceiling:
+                slices.append([])
+            slices[-1].append(item)
+        return slices
+
+    def _judge_or_halve(self, slice_: Sequence[Item], features: "Features") -> list[Judgement | CodedError]:
+        """Judge a slice; where that fails, its halves, down to the pairs that fail alone."""
+        try:
+            return list(self._judge_slice(slice_, features))
+        except Exception as error:
+            # Whatever it was, it was the model's on this slice: each pair gets its chance without the others.
+            failure = TryLater(ErrorCode.MODEL_FAILED, f"{type(error).__name__}: {error}"[:500])
+            out_of_memory = isinstance(error, torch.OutOfMemoryError)
+        # The exception is gone by now, and with it the tensors that its traceback kept.
+        if out_of_memory:
+            self._ceilings[self._length(slice_)] = max(1, len(slice_) // 2)
+            torch.cuda.empty_cache()
+        if len(slice_) == 1:
+            return [failure]
+        middle = len(slice_) // 2
+        return [*self._judge_or_halve(slice_[:middle], features), *self._judge_or_halve(slice_[middle:], features)]
+
+    @torch.inference_mode()
+    def _judge_slice(self, slice_: Sequence[Item], features: "Features") -> list[Judgement]:
+        prompts = [item.prompt.ids for item in slice_]
+        ids = pad(prompts, self.checkpoint.tokenizer.pad, self._longest).to(self.device)  # (B, L)
+        memory = self.model.encode(ids, features.of(slice_))
+        probs = score(self.model, ids, memory, self.checkpoint.answers).probs.double().cpu()  # (B, A)
+        if not probs.isfinite().all():
+            raise FloatingPointError("the model's scores are not numbers")
+        return [self._judgement(item.prompt, row.tolist()) for item, row in zip(slice_, probs, strict=True)]
+
+    def _judgement(self, prompt: Prompt, probs: list[float]) -> Judgement:
+        names, labels = self.checkpoint.answers.names, self.checkpoint.labels
+        by_label = dict(zip(labels, probs, strict=True))
+        best = probs.index(max(probs))
+        return Judgement(
+            label=labels[best],
+            answer=names[best],
+            probs=dict(zip(names, probs, strict=True)),
+            p_entailment=by_label["entailment"],
+            p_contradiction=by_label["contradiction"],
+            p_neutral=by_label.get("neutral", 0.0),  # a checkpoint may have no word for it
+            text_scored=prompt.text,
+            premise_scored=prompt.premise,
+            flags=prompt.flags,
+        )
+
+    def _length(self, slice_: Sequence[Item]) -> int:
+        """The tokens to which the slice's prompts are padded."""
+        return padded_length(max(len(item.prompt.ids) for item in slice_), self._longest)
+
+
+class Features:
+    """The image trunk's answers for one batch: each distinct picture is looked at once."""
+
+    def __init__(self, model: OFA, configuration: Configuration, items: Sequence[Item]) -> None:
+        self._model, self._configuration = model, configuration
+        self._uses = Counter(item.question.image_key for item in items)
+        self._kept: dict[bytes, Tensor] = {}
+
+    def of(self, slice_: Sequence[Item]) -> Tensor:
+        """Features of the slice's pictures in its order: (B, 1024, h, w)."""
+        images = {item.question.image_key: item.question.image for item in slice_}
+        found = {key: self._kept[key] for key in images if key in self._kept}
+        missing = [key for key in images if key not in found]
+        if missing:
+            found.update(zip(missing, self._look([images[key] for key in missing]), strict=True))
+        here = Counter(item.question.image_key for item in slice_)
+        for key in missing:
+            # Features are large (3.7 MB for OFA-large in float32): kept only where other slices need them.
+            if self._uses[key] > here[key]:
+                self._kept[key] = found[key].clone()
+        return torch.stack([found[item.question.image_key] for item in slice_])
+
+    def _look(self, images: Sequence[Image.Image]) -> Tensor:
+        pixels = torch.stack([make_pixels(image, self._configuration) for image in images])  # (N, 3, S, S)
+        weight = self._model.encoder.image_proj.weight
+        return self._model.trunk(pixels.to(weight.device, weight.dtype))  # (N, 1024, h, w)
