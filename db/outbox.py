@@ -28,7 +28,7 @@ MAX_REJECTED_BODY_BYTES = 1_000_000
 
 @dataclass(frozen=True)
 class OutboxRow:
-    """A message on its way: `body` is the JSON argument of the task."""
+    """A message on its way: `body` is the JSON argument of the task, `task_id` Celery's id where it is another."""
 
     message_id: UUID
     lane: str
@@ -36,6 +36,7 @@ class OutboxRow:
     attempts: int = 0
     expires_at: datetime | None = None
     wants_result: bool = False
+    task_id: str | None = None
     delay_s: float = 0.0
     last_error: str | None = None
 
@@ -69,6 +70,7 @@ def add(connection: Connection, rows: Iterable[OutboxRow], *, published: bool = 
             "publishes": int(published),
             "expires_at": row.expires_at,
             "wants_result": row.wants_result,
+            "task_id": row.task_id,
             "not_before": func.now() + func.make_interval(0, 0, 0, 0, 0, 0, row.delay_s),
             "last_error": row.last_error,
         }
@@ -88,9 +90,10 @@ def forget(connection: Connection, deliveries: Iterable[tuple[UUID, int]]) -> No
 
 #: Rewrites the row of the attempt before, or makes one for a message that came without (a bare send_task).
 RETRY = """
-insert into outbox as old (message_id, lane, body, attempts, not_before, expires_at, wants_result, last_error)
+insert into outbox as old
+    (message_id, lane, body, attempts, not_before, expires_at, wants_result, task_id, last_error)
 values (:message_id, :lane, :body, :attempts, now() + make_interval(secs => :delay_s), :expires_at, :wants_result,
-        :last_error)
+        :task_id, :last_error)
 on conflict (message_id) do update set
     body = excluded.body, attempts = excluded.attempts, not_before = excluded.not_before, published_at = null,
     last_error = excluded.last_error
@@ -111,6 +114,7 @@ def retry(connection: Connection, rows: Iterable[OutboxRow]) -> None:
                 "delay_s": row.delay_s,
                 "expires_at": row.expires_at,
                 "wants_result": row.wants_result,
+                "task_id": row.task_id,
                 "last_error": row.last_error,
             },
         )
@@ -118,7 +122,7 @@ def retry(connection: Connection, rows: Iterable[OutboxRow]) -> None:
 
 def record_rejected(connection: Connection, rejected: Iterable[Rejected]) -> None:
     """Keep what could not be read, once however often it is delivered."""
-    for one in rejected:
+    for one in sorted(rejected, key=Rejected.digest):
         connection.execute(
             insert(REJECTED_MESSAGE)
             .values(
@@ -141,7 +145,7 @@ where message_id in (
     select message_id from outbox
     where lane = :lane and published_at is null and not_before <= now()
     order by not_before, message_id limit :room for update skip locked)
-returning message_id, lane, body, attempts, expires_at, wants_result
+returning message_id, lane, body, attempts, expires_at, wants_result, task_id
 """
 
 
@@ -153,7 +157,7 @@ def claim(connection: Connection, lane: str, room: int) -> list[OutboxRow]:
 CLAIM_AGAIN = """
 update outbox set published_at = now(), publishes = publishes + 1
 where message_id = any(:message_ids) and published_at < now() - make_interval(secs => :settled_for_s)
-returning message_id, lane, body, attempts, expires_at, wants_result
+returning message_id, lane, body, attempts, expires_at, wants_result, task_id
 """
 
 
@@ -164,7 +168,8 @@ def claim_again(connection: Connection, message_ids: Sequence[UUID]) -> list[Out
 
 
 def row_of(row: Any) -> OutboxRow:
-    return OutboxRow(row.message_id, row.lane, json.loads(row.body), row.attempts, row.expires_at, row.wants_result)
+    body = json.loads(row.body)
+    return OutboxRow(row.message_id, row.lane, body, row.attempts, row.expires_at, row.wants_result, row.task_id)
 
 
 def published_count(connection: Connection) -> int:
@@ -173,15 +178,16 @@ def published_count(connection: Connection) -> int:
 
 
 OVERDUE = """
-select message_id from outbox where published_at < now() - make_interval(secs => :settled_for_s)
+select message_id, coalesce(task_id, message_id::text) as task_id from outbox
+where published_at < now() - make_interval(secs => :settled_for_s)
 order by published_at limit :limit
 """
 
 
-def overdue(connection: Connection, limit: int) -> list[UUID]:
-    """The longest published messages that have no verdicts yet: waiting in Redis, in work, or lost."""
+def overdue(connection: Connection, limit: int) -> dict[UUID, str]:
+    """The longest published messages that have no verdicts yet, with Celery's ids: in Redis, in work, or lost."""
     parameters = {"settled_for_s": SETTLED_FOR_S, "limit": limit}
-    return [row.message_id for row in connection.execute(text(OVERDUE), parameters)]
+    return {row.message_id: row.task_id for row in connection.execute(text(OVERDUE), parameters)}
 
 
 LEASE = """

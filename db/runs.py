@@ -45,9 +45,15 @@ def open_run(connection: Connection, run_id: UUID, *, name: str, lane: str, sour
     return Run(**row._mapping)
 
 
-def plan(connection: Connection, run_id: UUID, pairs: int) -> None:
-    """Count pairs that this transaction wrote to the outbox."""
-    connection.execute(text("update run set planned = planned + :pairs where id = :id"), {"id": run_id, "pairs": pairs})
+PLAN = "update run set planned = planned + :pairs where id = :id and planned = :before and state = 'planning'"
+
+
+def plan(connection: Connection, run_id: UUID, pairs: int, *, before: int) -> bool:
+    """Count pairs that this transaction writes to the outbox, after the `before` that were.
+
+    False where there are not that many: somebody else submits the same run, and this transaction must not go on.
+    """
+    return connection.execute(text(PLAN), {"id": run_id, "pairs": pairs, "before": before}).rowcount == 1
 
 
 END_PLANNING = """

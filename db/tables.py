@@ -86,6 +86,7 @@ OUTBOX = Table(
     Column("publishes", Integer, nullable=False),
     Column("expires_at", MOMENT),
     Column("wants_result", Boolean, nullable=False),
+    Column("task_id", Text),
     Column("last_error", Text),
     Column("created_at", MOMENT, nullable=False),
     Index("outbox_due", "lane", "not_before", "message_id", postgresql_where=text("published_at is null")),

@@ -8,6 +8,7 @@ from __future__ import annotations  # so that an older Python gets as far as the
 
 import hashlib
 import importlib.metadata
+import importlib.util
 import platform
 import re
 import shutil
@@ -42,6 +43,8 @@ def main() -> None:
     if not ((VENV / "bin" / "python").exists() and site_packages().exists()):
         # What may be there was left by an interrupted run, or is of another Python.
         shutil.rmtree(VENV, ignore_errors=True)
+        if importlib.util.find_spec("ensurepip") is None:
+            sys.exit(f"{sys.executable} cannot make virtual environments: install python3-venv, or use another PYTHON.")
         print(f"Making {VENV} with {sys.executable} ({platform.python_version()})", flush=True)
         venv.create(VENV, with_pip=True)
     constraints = (ROOT / "constraints.txt").read_text()

@@ -38,7 +38,7 @@ cli.add_typer(db_cli, name="db")
 cli.add_typer(local_cli, name="local")
 cli.add_typer(weights_cli, name="weights")
 
-out, err = Console(), Console(stderr=True)
+out, err = Console(soft_wrap=True, highlight=False), Console(stderr=True, soft_wrap=True, highlight=False)
 
 #: How often a waiting command looks at its run.
 WAIT_POLL_S = 0.5
@@ -47,7 +47,9 @@ SHOWN_LINES = 5
 #: How long `status` waits for workers to answer.
 PING_S = 1.0
 
-PairsFile = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A .jsonl or .csv file: image, text, ...")]
+PairsFile = Annotated[
+    Path, typer.Argument(metavar="PAIRS", exists=True, dir_okay=False, help="A .jsonl or .csv file: image, text, ...")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
 
 
@@ -90,7 +92,7 @@ def submit(
 
     Exits 1 if a line was no pair or, with --wait, a pair was rejected or failed.
     """
-    from tasks.pairs_file import begin, noting, read_rows, submit_file
+    from tasks.pairs_file import begin, noting, once, read_rows, submit_file
     from tasks.submit import engine
 
     unreadable: list[PairRejected] = []
@@ -99,7 +101,7 @@ def submit(
     already = run.planned
     with progress(err) as bar:
         task = bar.add_task("submitting", total=None, completed=already)
-        for accepted in submit_file(database, run, noting(read_rows(pairs), unreadable)):
+        for accepted in submit_file(database, run, noting(once(read_rows(pairs)), unreadable)):
             bar.advance(task, accepted)
     run = read_run(database, run.id)
     new = run.planned - already
@@ -204,7 +206,7 @@ def plain(value: Any) -> str:
 def status(as_json: AsJson = False) -> None:
     """What waits in which lane and how long, which workers are up, and which model judges."""
     from tasks.app import app
-    from tasks.submit import engine, queue_length
+    from tasks.submit import engine, queue_length, redis_errors
 
     with engine().connect() as connection:
         lanes = outbox.backlog(connection)
@@ -214,7 +216,7 @@ def status(as_json: AsJson = False) -> None:
         for lane, row in lanes.items():
             row["in_redis"] = queue_length(lane)
         workers = sorted(app.control.inspect(timeout=PING_S).ping() or {})
-    except app.connection_for_read().connection_errors:
+    except redis_errors():
         workers = None
     if as_json:
         print(json.dumps({"lanes": list(lanes.values()), "workers": workers, "model": model}, default=plain))
@@ -227,11 +229,9 @@ def status(as_json: AsJson = False) -> None:
     out.print(table)
     if workers is not None:
         up = ", ".join(workers) or "none; start one with `celery -A tasks worker -Q live,bulk`"
-        out.print(f"workers: {up}", markup=False, highlight=False)
+        out.print(f"workers: {up}", markup=False)
     if model:
-        out.print(
-            f"model: {model['name']} {model['revision']} ({model['recipe']}), {model['image_px']} px", highlight=False
-        )
+        out.print(f"model: {model['name']} {model['revision']} ({model['recipe']}), {model['image_px']} px")
     else:
         out.print("model: none has started on this database yet")
 
@@ -256,8 +256,10 @@ def local_up() -> None:
     with err.status("starting Postgres, Redis and S3"):
         addresses = stack.up()
         upgrade(addresses.owner_database_url, addresses.database_url)
-    out.print("Postgres, Redis and S3 are up, on 127.0.0.1 only. Addresses and passwords: .concord/env, which concord")
-    out.print("and celery read when they are run in this folder. Stop the servers with `concord local down`.")
+    out.print(
+        "Postgres, Redis and S3 are up, on 127.0.0.1 only. Their addresses and passwords are in .concord/env, which\n"
+        "concord and celery read when they are run in this folder. Stop the servers with `concord local down`."
+    )
 
 
 @local_cli.command("down")
@@ -331,5 +333,5 @@ def main() -> None:
         message = f"Redis does not answer ({error}). `concord local up` starts one on this machine"
     else:
         return
-    err.print(f"concord: {message}", markup=False, highlight=False)
+    err.print(f"concord: {message}", markup=False)
     raise SystemExit(2)

@@ -8,9 +8,9 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +23,11 @@ from tasks.app import app
 from tasks.relay import Relay
 from tasks.scoring import load_moderator, make_store
 from tasks.settings import Settings, settings
-from tasks.settling import Case, MadeBy, Picture, Reading, as_uuid, outcome_of, patiently, persist, settlement_of, write
+from tasks.settling import Case, MadeBy, Picture, Reading, outcome_of, patiently, persist, settlement_of, write
 from worker.batching import Batch, Delivery, MicroBatchTask, Outcome, is_stopping
 from worker.errors import CodedError, ErrorCode, Hold, MessageRejected, PairRejected, TryLater
-from worker.images import ImageStore, decode, parse_s3
-from worker.messages import TASK_NAME
+from worker.images import Fetched, ImageStore, decode
+from worker.messages import TASK_NAME, as_uuid
 from worker.messages import decode as decode_message
 from worker.moderator import Moderator, Policy, Question
 
@@ -51,7 +51,6 @@ class Line:
     rules_read_at: float = float("-inf")
 
     def __post_init__(self) -> None:
-        self.image_threads = ThreadPoolExecutor(self.settings.image_threads, thread_name_prefix="image")
         #: One batch on the device at a time; another's images are fetched meanwhile.
         self.device_lock = threading.Lock()
 
@@ -65,8 +64,18 @@ class Line:
         self.policies = {policy.name: policy for policy in rules}
         self.rules_read_at = time.monotonic()
 
+    def decode(self, fetched: Fetched) -> Picture:
+        """An object's bytes as a picture; raises PairRejected."""
+        decoded = decode(
+            fetched.data,
+            target_px=self.moderator.checkpoint.configuration.patch_image_size,
+            exact=self.settings.exact_images,
+            max_pixels=self.settings.max_image_pixels,
+        )
+        return Picture(decoded, fetched.etag)
+
     def close(self) -> None:
-        self.image_threads.shutdown(wait=False, cancel_futures=True)
+        self.store.close()
         self.engine.dispose()
 
 
@@ -77,15 +86,33 @@ class Moderate(MicroBatchTask):
     line: Line
 
     def process(self, batch: Batch) -> list[Outcome]:
+        try:
+            return self.moderate(batch)
+        except Hold:
+            raise
+        except Exception as error:
+            if len(batch.deliveries) > 1:
+                log.exception("a batch of %d messages failed; each is taken alone", len(batch.deliveries))
+                return [outcome for one in batch.split() for outcome in self.process(one)]
+            log.exception("message %s failed alone", batch.deliveries[0].task_id)
+            return self.settle([crashed(batch.deliveries[0], self.line, error)], batch)
+
+    def moderate(self, batch: Batch) -> list[Outcome]:
+        """The flow."""
         line = self.line
         persist(line.refresh_rules, batch.stopping)
         readings = [read(delivery, line) for delivery in batch.deliveries]
         cases = [case for reading in readings for case in reading.cases if case.answer is None]
         look(cases, line, batch)
         ask([case for case in cases if case.answer is None], line, batch)
+        return self.settle(readings, batch)
+
+    def settle(self, readings: Sequence[Reading], batch: Batch) -> list[Outcome]:
+        """Verdicts: one transaction for the whole batch."""
+        line = self.line
         settlements = [settlement_of(reading, line.policies, line.settings, line.made_by) for reading in readings]
         write(line.engine, settlements, batch.stopping)
-        return [outcome_of(reading, line.engine) for reading in readings]
+        return [persist(partial(outcome_of, reading, line.engine), batch.stopping) for reading in readings]
 
 
 def read(delivery: Delivery, line: Line) -> Reading:
@@ -102,6 +129,8 @@ def read(delivery: Delivery, line: Line) -> Reading:
         reading.rejected = error
         return reading
     reading.message = message
+    if reading.is_parked:
+        return reading
     reading.cases = [Case(message, pair) for pair in message.pairs]
     for case in reading.cases:
         if delivery.refusal:
@@ -116,6 +145,14 @@ def read(delivery: Delivery, line: Line) -> Reading:
     return reading
 
 
+def crashed(delivery: Delivery, line: Line, error: Exception) -> Reading:
+    """A message on which this code itself failed: its pairs are tried again, then failed, like any passing trouble."""
+    reading = read(delivery, line)
+    for case in reading.cases:
+        case.answer = case.answer or TryLater(ErrorCode.INTERNAL_ERROR, f"{type(error).__name__}: {error}"[:300])
+    return reading
+
+
 def look(cases: Sequence[Case], line: Line, batch: Batch) -> None:
     """Images: fetch and decode each distinct one once; trouble with it is the answer of the pairs that show it.
 
@@ -124,8 +161,8 @@ def look(cases: Sequence[Case], line: Line, batch: Batch) -> None:
     pictures: dict[str, Picture | CodedError] = {}
 
     def load_missing() -> None:
-        missing = [uri for uri in dict.fromkeys(case.pair.image for case in cases) if uri not in pictures]
-        loaded = dict(zip(missing, line.image_threads.map(lambda uri: load_picture(uri, line), missing), strict=True))
+        missing = [case.pair.image for case in cases if case.pair.image not in pictures]
+        loaded = line.store.load_all(missing, line.decode)
         away = buckets_away(loaded, line.store)
         pictures.update({uri: picture for uri, picture in loaded.items() if bucket_of(uri) not in away})
         if away:
@@ -149,21 +186,6 @@ def buckets_away(loaded: Mapping[str, Picture | CodedError], store: ImageStore) 
 
 def bucket_of(uri: str) -> str:
     return uri.removeprefix("s3://").partition("/")[0]
-
-
-def load_picture(uri: str, line: Line) -> Picture | CodedError:
-    """One image from its address to pixels."""
-    try:
-        fetched = line.store.fetch(parse_s3(uri))
-        decoded = decode(
-            fetched.data,
-            target_px=line.moderator.checkpoint.configuration.patch_image_size,
-            exact=line.settings.exact_images,
-            max_pixels=line.settings.max_image_pixels,
-        )
-        return Picture(decoded, fetched.etag)
-    except CodedError as error:
-        return error
 
 
 def ask(cases: Sequence[Case], line: Line, batch: Batch) -> None:
@@ -232,6 +254,7 @@ class LineStep(bootsteps.StartStopStep):  # type: ignore[misc]
     def stop(self, parent: Any) -> None:
         if self.relay is not None:
             self.relay.stop()
+            task.line.close()
 
     def terminate(self, parent: Any) -> None:
         self.stop(parent)

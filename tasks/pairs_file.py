@@ -15,7 +15,7 @@ from db.outbox import OutboxRow
 from db.runs import Run
 from tasks.submit import PAIRS_PER_MESSAGE, Lane, chunked, envelope
 from worker.errors import ConcordError, ErrorCode, PairRejected
-from worker.messages import Pair
+from worker.messages import Pair, as_uuid
 
 #: Ids of runs are derived under this name, so that the same file gives the same run on any machine.
 RUNS = UUID("6f0f3f2c-5b1e-4d0a-9a53-9c4f6c3c0d11")
@@ -60,10 +60,9 @@ def jsonl_rows(lines: TextIO) -> Iterator[Row]:
 
 def csv_rows(lines: TextIO) -> Iterator[Row]:
     reader = csv.DictReader(lines, restkey="more columns", strict=True)
-    missing = {"image", "text"} - set(reader.fieldnames or ())
-    if missing:
-        raise FileWrong(f"the first line of a CSV names its columns; {' and '.join(sorted(missing))} are missing")
     try:
+        if missing := {"image", "text"} - set(reader.fieldnames or ()):
+            raise FileWrong(f"the first line of a CSV names its columns; missing: {', '.join(sorted(missing))}")
         for row in reader:
             fields = {name: value for name, value in row.items() if value not in ("", None)}
             attributes = {name: value for name, value in fields.items() if name not in PAIR_COLUMNS}
@@ -71,7 +70,7 @@ def csv_rows(lines: TextIO) -> Iterator[Row]:
             pair = {name: value for name, value in fields.items() if name in PAIR_COLUMNS}
             yield {"text": "", **pair, "attributes": attributes}
     except csv.Error as error:
-        raise FileWrong(f"line {reader.line_num} is not CSV: {error}") from None
+        raise FileWrong(f"line {reader.reader.line_num} is not CSV: {error}") from None
 
 
 def begin(engine: Engine, path: Path, *, lane: Lane, source: str, again: str = "") -> Run:
@@ -92,17 +91,21 @@ def submit_file(engine: Engine, run: Run, rows: Iterator[Row]) -> Iterator[int]:
     """Write the run's pairs to the outbox, yielding how many each commit accepted.
 
     The outbox rows and the run's `planned` commit together, so that a call that was cut short is taken up after the
-    last pair that was accepted. Lines that are no pairs are left out; the caller has seen them in `rows`.
+    last pair that was accepted. Lines that are no pairs are left out; the caller has seen them in `rows`. Raises
+    FileWrong where another call submits the same run at this moment.
     """
     if run.state != "planning":
         return
     pairs = (row for row in rows if not isinstance(row, PairRejected))
+    planned = run.planned
     numbered = ((place, pair) for place, pair in enumerate(pairs) if place >= run.planned)
     for group in chunked(chunked(numbered, PAIRS_PER_MESSAGE), MESSAGES_PER_COMMIT):
+        accepted = sum(map(len, group))
         with engine.begin() as connection:
+            if not runs.plan(connection, run.id, accepted, before=planned):
+                raise FileWrong(f"{run.name} is being submitted by another process too, which goes on")
             outbox.add(connection, [message_of(run, chunk) for chunk in group])
-            accepted = sum(map(len, group))
-            runs.plan(connection, run.id, accepted)
+        planned += accepted
         yield accepted
     with engine.begin() as connection:
         runs.end_planning(connection, run.id)
@@ -114,6 +117,21 @@ def message_of(run: Run, chunk: Sequence[tuple[int, Mapping[str, Any]]]) -> Outb
     pairs = [{**pair, "id": pair.get("id") or str(uuid5(run.id, f"pair {place}"))} for place, pair in chunk]
     body = envelope(message_id, run.submitted_at, pairs, run.source, run_id=run.id)
     return OutboxRow(message_id, run.lane, body)
+
+
+def once(rows: Iterator[Row]) -> Iterator[Row]:
+    """The same rows, but one whose id stood before in the file is no pair: it would have no verdict of its own, and
+    the run, which waits for as many verdicts as it has pairs, no end.
+    """
+    seen: set[UUID] = set()
+    for row in rows:
+        given = as_uuid(row.get("id")) if isinstance(row, dict) else None
+        if given is None or given not in seen:
+            yield row
+        else:
+            yield PairRejected(ErrorCode.DUPLICATE_ID, f"the id {given} stands twice in this file")
+        if given is not None:
+            seen.add(given)
 
 
 def noting(rows: Iterator[Row], unreadable: list[PairRejected]) -> Iterator[Row]:

@@ -32,6 +32,8 @@ SEARCH_EVERY_S = 5.0
 READ_ALL_EVERY_S = 60.0
 #: Months ahead are looked after this often.
 PARTITIONS_EVERY_S = 3_600.0
+#: Messages that are claimed at a time, so that the lease is renewed between.
+CLAIM_LIMIT = 100
 #: Messages that are looked for at a time.
 SEARCH_LIMIT = 10_000
 #: After an error, before the next try.
@@ -87,7 +89,9 @@ class Relay(threading.Thread):
             self.missing.clear()
             return
         for lane in LANES:
-            while self.publish_due(lane) and not self.stopped.is_set():
+            # Less than that: nothing more is due, or Redis holds its window. Going on while workers make room would
+            # keep the other lane, and what was lost, waiting.
+            while self.publish_due(lane) == CLAIM_LIMIT and not self.stopped.is_set():
                 pass
         now = time.monotonic()
         if now >= self.next_search:
@@ -99,11 +103,8 @@ class Relay(threading.Thread):
                 registry.make_partitions(connection)
 
     def publish_due(self, lane: str) -> int:
-        """Claim, commit, then publish: a crash in between leaves a message that is found missing later.
-
-        No more than a hundred at a time, so that the lease is renewed between.
-        """
-        room = min(self.windows[lane] - queue_length(lane), 100)
+        """Claim, commit, then publish: a crash in between leaves a message that is found missing later."""
+        room = min(self.windows[lane] - queue_length(lane), CLAIM_LIMIT)
         if room <= 0:
             return 0
         with self.engine.begin() as connection:
@@ -127,7 +128,7 @@ class Relay(threading.Thread):
         if in_redis.ids is None:
             return
         self.next_read_all = now + READ_ALL_EVERY_S
-        missing = set(overdue) - in_redis.ids
+        missing = {message_id for message_id, task_id in overdue.items() if task_id not in in_redis.ids}
         lost, self.missing = sorted(missing & self.missing), missing
         if lost:
             log.warning("Redis lost %d messages; they are published again", len(lost))
@@ -139,7 +140,7 @@ class Relay(threading.Thread):
 class InRedis:
     """What Redis holds of our lanes at one moment: how many messages, and, where asked for, which."""
 
-    def __init__(self, count: int, ids: set[UUID] | None) -> None:
+    def __init__(self, count: int, ids: set[str] | None) -> None:
         self.count, self.ids = count, ids
 
 
@@ -157,15 +158,15 @@ def snapshot(*, contents: bool) -> InRedis:
         return InRedis(sum(found), None)
     *queues, unacked = found
     entries = [entry for queue in queues for entry in queue] + unacked
-    return InRedis(len(entries), set(message_ids(entries)))
+    return InRedis(len(entries), set(task_ids(entries)))
 
 
-def message_ids(entries: Sequence[bytes]) -> Iterator[UUID]:
-    """The ids of the messages in raw entries of a queue or of `unacked`; what has none is passed over."""
+def task_ids(entries: Sequence[bytes]) -> Iterator[str]:
+    """Celery's ids of the messages in raw entries of a queue or of `unacked`; what has none is passed over."""
     for entry in entries:
         try:
             raw = json.loads(bytes_to_str(entry))
             message = raw[0] if isinstance(raw, list) else raw
-            yield UUID(message["headers"]["id"])
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+            yield str(message["headers"]["id"])
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
             continue

@@ -25,6 +25,8 @@ def load_moderator(model_dir: Path | None, device: str) -> Moderator:
     if model_dir is None:
         log.warning("no model was named: the demo model judges, which knows 64-pixel toy scenes and nothing else")
     chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    # cuDNN would round convolutions to ten bits; scores are to be the same on every device.
+    torch.backends.cudnn.allow_tf32 = False
     return Moderator(load(model_dir or DEMO_MODEL, chosen), chosen)
 
 
@@ -40,6 +42,7 @@ def make_store(settings: Settings) -> ImageStore:
         threads=settings.image_threads,
         timeout_s=settings.image_timeout_s,
         max_bytes=settings.max_image_bytes,
+        allow_http=settings.s3_allow_http,
     )
 
 

@@ -43,6 +43,7 @@ class Settings(BaseSettings):
         (), description="Buckets that images may come from, separated by commas; no other is ever read"
     )
     s3_endpoint_url: str | None = Field(None, description="An S3 that is not Amazon's")
+    s3_allow_http: bool = Field(False, description="Allow an http:// S3 on another machine; on this one it always is")
     s3_region: str = Field("us-east-1", description="S3 region")
     s3_access_key_id: str | None = Field(None, description="Unset: boto3's own chain (profile, role, environment)")
     s3_secret_access_key: SecretStr | None = Field(None, description="Belongs to the key above")

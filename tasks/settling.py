@@ -16,7 +16,7 @@ from uuid import UUID
 
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
-from tenacity import RetryCallState, Retrying, before_sleep_log, retry_if_exception, wait_random_exponential
+from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
 
 from db import verdicts
 from db.engine import Trouble, trouble
@@ -26,7 +26,7 @@ from tasks.settings import Settings
 from worker.batching import Delivery, Outcome
 from worker.errors import CodedError, ErrorCode, Hold, MessageRejected, TryLater
 from worker.images import DecodedImage
-from worker.messages import Message, Pair, RefusedPair, clean_string, encode
+from worker.messages import Message, Pair, RefusedPair, as_uuid, clean_string, encode
 from worker.model.config import Configuration
 from worker.moderator import Judgement, Policy, decide
 
@@ -69,7 +69,12 @@ class Reading:
     message: Message | None = None
     rejected: MessageRejected | None = None
     cases: list[Case] = field(default_factory=list)
-    again: list[UUID] = field(default_factory=list)
+    again: list[Case] = field(default_factory=list)
+
+    @property
+    def is_parked(self) -> bool:
+        """Whether the producer asked for a later moment (Celery's countdown or eta)."""
+        return self.delivery.not_before is not None and not self.delivery.refusal and not self.delivery.withdrawn
 
 
 @dataclass(frozen=True)
@@ -88,18 +93,15 @@ def settlement_of(reading: Reading, policies: Mapping[str, Policy], settings: Se
     if message is None:
         return recorded(reading)
     rejected = [rejected_pair(delivery, message, duplicate) for duplicate in message.duplicates]
-    if delivery.not_before and not delivery.refusal and not delivery.withdrawn:
+    if reading.is_parked:
         return Settlement(retries=[parked(delivery, message)], rejected=rejected)
     rows = [refused_row(delivery, message, refused) for refused in message.refused]
-    again: list[Case] = []
-    for case in reading.cases:
-        if isinstance(case.answer, TryLater) and message.attempts + 1 < settings.max_attempts:
-            again.append(case)
-        else:
-            rows.append(row_of(case, delivery.lane, policies, made_by))
-    reading.again = [case.pair.id for case in again if case.pair.id]
-    if again:
-        return Settlement(rows, retries=[next_attempt(delivery, message, again, settings)], rejected=rejected)
+    last_attempt = message.attempts + 1 >= settings.max_attempts
+    reading.again = [case for case in reading.cases if isinstance(case.answer, TryLater) and not last_attempt]
+    rows += [row_of(case, delivery.lane, policies, made_by) for case in reading.cases if case not in reading.again]
+    if reading.again:
+        retries = [next_attempt(delivery, message, reading.again, settings)]
+        return Settlement(rows, retries=retries, rejected=rejected)
     return Settlement(rows, done=[(message.message_id, message.attempts)], rejected=rejected)
 
 
@@ -230,14 +232,6 @@ def recorded(reading: Reading) -> Settlement:
     return Settlement(done=done, rejected=[rejected])
 
 
-def as_uuid(value: object) -> UUID | None:
-    """The UUID that a string spells, if it does."""
-    try:
-        return UUID(value) if isinstance(value, str) else None
-    except ValueError:
-        return None
-
-
 def next_attempt(delivery: Delivery, message: Message, again: Sequence[Case], settings: Settings) -> OutboxRow:
     """The message with the pairs that are left, due after a wait that doubles with every attempt."""
     ids = [case.pair.id for case in again if case.pair.id]
@@ -254,6 +248,7 @@ def next_attempt(delivery: Delivery, message: Message, again: Sequence[Case], se
         attempts=message.attempts + 1,
         expires_at=delivery.expires_at,
         wants_result=delivery.wants_result,
+        task_id=delivery.task_id,
         delay_s=delay_s,
         last_error=clean_string(f"{answer.code}: {answer.detail}"[:500]) if isinstance(answer, CodedError) else None,
     )
@@ -270,6 +265,7 @@ def parked(delivery: Delivery, message: Message) -> OutboxRow:
         attempts=message.attempts,
         expires_at=delivery.expires_at,
         wants_result=delivery.wants_result,
+        task_id=delivery.task_id,
         delay_s=max(0.0, (delivery.not_before - datetime.now(UTC)).total_seconds()),
     )
 
@@ -293,9 +289,10 @@ def outcome_of(reading: Reading, engine: Engine) -> Outcome:
     if delivery.refusal:
         return Outcome("failed", error=delivery.refusal)
     if delivery.not_before:
-        return Outcome("parked", error=TryLater(ErrorCode.EXPIRED, f"put off until {delivery.not_before.isoformat()}"))
+        return Outcome("parked", error=Hold(f"put off until {delivery.not_before.isoformat()}"))
     if reading.again:
-        return Outcome("retried", error=TryLater(ErrorCode.IMAGE_FETCH_FAILED, f"{len(reading.again)} pairs again"))
+        answer = reading.again[0].answer
+        return Outcome("retried", error=answer if isinstance(answer, CodedError) else None)
     if not delivery.wants_result:
         return Outcome("done")
     with engine.begin() as connection:
@@ -322,6 +319,11 @@ def patiently(passing: Callable[[BaseException], bool], stopping: Callable[[], b
         while time.monotonic() < until and not stopping():
             time.sleep(min(0.1, seconds))
 
+    def say(state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        wait_s = state.next_action.sleep if state.next_action else 0.0
+        log.warning("trying again in %.1f s: %s", wait_s, str(error).strip().splitlines()[0][:300])
+
     def give_up(state: RetryCallState) -> Any:
         error = state.outcome.exception() if state.outcome else None
         raise Hold(f"the worker stops while it waits: {error}") from error
@@ -331,7 +333,7 @@ def patiently(passing: Callable[[BaseException], bool], stopping: Callable[[], b
         wait=wait_random_exponential(multiplier=0.2, max=MAX_BACK_OFF_S),
         stop=lambda state: stopping(),
         sleep=rest,
-        before_sleep=before_sleep_log(log, logging.WARNING),
+        before_sleep=say,
         retry_error_callback=give_up,
     )
 

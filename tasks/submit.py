@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any, Literal, TypeVar
 from uuid import UUID
 
+from kombu.exceptions import OperationalError as BrokerAway
 from sqlalchemy import Connection, Engine
 
 from db import outbox
@@ -26,7 +27,7 @@ from tasks.app import app
 from tasks.settings import settings
 from worker.messages import TASK_NAME, VERSION, Pair
 
-__all__ = ["Pair", "Submission", "publish", "queue_length", "submit"]
+__all__ = ["Pair", "Submission", "publish", "queue_length", "redis_errors", "submit"]
 
 log = logging.getLogger(__name__)
 
@@ -103,19 +104,22 @@ def envelope(
 
 
 def publish(rows: Sequence[OutboxRow]) -> None:
-    """Hand committed rows to Redis. Raises kombu's OperationalError where it is away."""
+    """Hand committed rows to Redis. Raises one of `redis_errors` where it is away."""
     with app.producer_pool.acquire(block=True) as producer:
+        # Once: waiting is the outbox's part, and a producer is not held up by a Redis that is away.
+        producer.connection.ensure_connection(max_retries=0)
         for row in rows:
             app.send_task(
                 TASK_NAME,
                 args=[row.body],
-                task_id=str(row.message_id),
+                task_id=row.task_id or str(row.message_id),
                 queue=row.lane,
                 expires=row.expires_at,
-                ignore_result=not row.wants_result,
+                # Said in the header alone: to say it to Celery would subscribe this process to the result.
+                ignore_result=True,
+                headers={"ignore_result": not row.wants_result},
                 producer=producer,
                 argsrepr="(message,)",
-                # Waiting is the outbox's part: a producer is not held up by a Redis that is away.
                 retry=False,
             )
 
@@ -124,7 +128,7 @@ def publish_accepted(rows: Sequence[OutboxRow]) -> None:
     """Publish, or leave it to the relay, which finds what never reached Redis."""
     try:
         publish(rows)
-    except app.connection_for_write().connection_errors as error:
+    except redis_errors() as error:
         log.warning("Redis is away (%s); the relay will publish %d messages", type(error).__name__, len(rows))
 
 
@@ -132,15 +136,22 @@ def has_room(messages: int) -> bool:
     """Whether the live queue is below its window; False while Redis is away."""
     try:
         return queue_length("live") + messages <= settings().live_window
-    except app.connection_for_write().connection_errors:
+    except redis_errors():
         return False
 
 
 def queue_length(lane: str) -> int:
-    """Messages in the lane's queue, over all of Redis's priority keys."""
+    """Messages in the lane's queue, over all of Redis's priority keys. Raises one of `redis_errors`."""
     with app.connection_or_acquire() as connection:
+        connection.ensure_connection(max_retries=0)
         size: int = connection.default_channel._size(lane)
         return size
+
+
+def redis_errors() -> tuple[type[Exception], ...]:
+    """What is raised where Redis is away or refuses: kombu's own error before a connection is up, redis-py's after."""
+    connection = app.connection_for_write()
+    return (BrokerAway, *connection.connection_errors, *connection.channel_errors)
 
 
 def chunked(items: Iterable[T], size: int) -> Iterator[list[T]]:

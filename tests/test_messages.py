@@ -315,7 +315,7 @@ def test_whatever_arrives_is_read_or_refused_and_no_pair_is_lost_or_counted_twic
     except MessageRejected:
         return
     assert len(message.pairs) + len(message.refused) + len(message.duplicates) == len(value["pairs"])
-    ids = [one.id for one in (*message.pairs, *message.refused)]
+    ids = [one.id for one in message.pairs] + [one.id for one in message.refused]
     assert len(set(ids)) == len(ids)
     # What was read can be stored and sent on.
     json.dumps(encode(message), ensure_ascii=False, allow_nan=False).encode()

@@ -20,7 +20,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any, Generic, Literal, TypeVar
 
@@ -155,22 +155,33 @@ class Outcome:
 
 
 @dataclass(eq=False)
+class HangClock:
+    """Since when a batch has been in the model, in seconds of the steady clock; None while it is not."""
+
+    since: float | None = None
+
+
+@dataclass(eq=False)
 class Batch:
     """Messages that are settled together, on one pool thread."""
 
     lane: str
     deliveries: list[Delivery]
     started_at: float = field(default_factory=time.monotonic)
-    watched_since: float | None = None
+    hang_clock: HangClock = field(default_factory=HangClock)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """The watchdog's clock runs inside: round the model, not round waits for a server that is away."""
-        self.watched_since = time.monotonic()
+        self.hang_clock.since = time.monotonic()
         try:
             yield
         finally:
-            self.watched_since = None
+            self.hang_clock.since = None
+
+    def split(self) -> list["Batch"]:
+        """Its messages, each as a batch of its own under the same watch."""
+        return [replace(self, deliveries=[delivery]) for delivery in self.deliveries]
 
     def stopping(self) -> bool:
         """Whether the worker has been told to stop; a batch that only waits should raise then."""
@@ -284,7 +295,8 @@ class Deliveries:
     def watch(self) -> None:
         """Threads cannot be ended: a batch that hangs ends the process, and its messages come back."""
         limit = self.task.hang_limit_s
-        since = [batch.watched_since for batch in self.batches.values() if batch.watched_since is not None]
+        clocks = [batch.hang_clock.since for batch in self.batches.values()]
+        since = [started for started in clocks if started is not None]
         if since and time.monotonic() - min(since) > limit:
             log.critical(
                 "a batch has hung for more than %s s: this worker ends, its messages will be delivered again", limit

@@ -51,6 +51,7 @@ class ErrorCode(StrEnum):
     # Passing troubles: stored only when the attempts are used up and the pair is `failed`.
     IMAGE_FETCH_FAILED = "image_fetch_failed"  # S3 answered 5xx, reset or timed out
     MODEL_FAILED = "model_failed"  # the model raised on this pair alone
+    INTERNAL_ERROR = "internal_error"  # a fault of Concord's own, on this message alone
     UNSTORABLE = "unstorable"  # Postgres refused this pair's row alone
 
 

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeVar
 from urllib.parse import urlsplit
 
 import obstore
@@ -39,8 +39,12 @@ FIRST_BACKOFF_S = 0.1
 CREDENTIALS_TTL = timedelta(minutes=5)
 #: S3's limit for a key, in UTF-8.
 MAX_KEY_BYTES = 1024
+#: A key that is asked for to see whether a bucket answers; whether it exists does not matter.
+PROBE_KEY = "concord-probe"
 #: An error's detail is stored with the verdict: enough to understand it, no more.
 MAX_DETAIL_CHARS = 200
+
+T = TypeVar("T")
 
 _NOT_PLAIN = (
     "a key with //, /./, /../, a slash at either end or control characters is not fetched: copy it to a plain key"
@@ -130,11 +134,13 @@ class ImageStore:
         """Start no more fetches and wait for those that run."""
         self._pool.shutdown(cancel_futures=True)
 
-    def fetch_all(self, locations: Iterable[Location]) -> list[Fetched | CodedError]:
-        """Fetch many, in the order given: bytes, or what `fetch` raised. An object named twice is read once."""
-        wanted = list(locations)
-        futures = {location: self._pool.submit(self._fetch_or_error, location) for location in dict.fromkeys(wanted)}
-        return [futures[location].result() for location in wanted]
+    def load_all(self, uris: Iterable[str], read: Callable[[Fetched], T]) -> dict[str, T | CodedError]:
+        """Fetch many and make something of each on the same threads: by address, what `read` made or what was raised.
+
+        An address that is named twice is read once. `read` may raise CodedError.
+        """
+        futures = {uri: self._pool.submit(self._load, uri, read) for uri in dict.fromkeys(uris)}
+        return {uri: future.result() for uri, future in futures.items()}
 
     def fetch(self, location: Location) -> Fetched:
         """Read one object.
@@ -159,9 +165,23 @@ class ImageStore:
             time.sleep(backoff_s)
             backoff_s *= 2
 
-    def _fetch_or_error(self, location: Location) -> Fetched | CodedError:
+    def answers(self, bucket: str) -> bool:
+        """Whether S3 has something to say about a key of this bucket, if only that there is none.
+
+        A bucket that does not exist answers too: it is a mistake in the allow-list, which waiting does not mend.
+        """
+        store = self._stores.get(bucket)
         try:
-            return self.fetch(location)
+            return store is None or self._read(store, PROBE_KEY) is not None
+        except PairRejected:
+            return True
+        except (BaseError, FileNotFoundError) as error:
+            about_it = isinstance(_fetch_error(error, Location(bucket, PROBE_KEY)), PairRejected)
+            return about_it or "<Code>NoSuchBucket</Code>" in str(error)
+
+    def _load(self, uri: str, read: Callable[[Fetched], T]) -> T | CodedError:
+        try:
+            return read(self.fetch(parse_s3(uri)))
         except CodedError as error:
             return error
 

@@ -61,7 +61,8 @@ def guard_entries() -> None:
     def loads(text: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return original_loads(text, *args, **kwargs)
-        except (ValueError, RecursionError):
+        except Exception:
+            # Not only what is no JSON: kombu makes objects of `__type__` and `__value__`, which can fail in any way.
             return text
 
     def _deliver(self: Any, message: Any, queue: str) -> None:
@@ -72,18 +73,23 @@ def guard_entries() -> None:
 
 
 def is_message(entry: object) -> bool:
-    """Whether kombu can make a message of it: an object with a delivery tag and, if any, a textual body."""
+    """Whether kombu can make a message of it and note it as unacknowledged."""
     if not isinstance(entry, dict) or not isinstance(entry.get("properties"), dict):
         return False
     properties, body = entry["properties"], entry.get("body")
-    if not isinstance(properties.get("delivery_tag"), str) or not isinstance(properties.get("delivery_info"), dict):
+    info, encoding = properties.get("delivery_info"), properties.get("body_encoding")
+    if not isinstance(info, dict) or not {"exchange", "routing_key"} <= info.keys():
         return False
-    if body and properties.get("body_encoding") == "base64":
+    if not isinstance(properties.get("delivery_tag"), str) or not isinstance(entry.get("headers") or {}, dict):
+        return False
+    if not isinstance(body or "", str) or encoding not in (None, "utf-8", "base64"):
+        return False
+    if body and encoding == "base64":
         try:
             base64.b64decode(body, validate=True)
-        except (ValueError, TypeError):
+        except ValueError:
             return False
-    return body is None or isinstance(body, str)
+    return True
 
 
 def as_message(entry: object, queue: str) -> dict[str, Any]:

@@ -263,6 +263,14 @@ def clean(value: object, depth: int = 0) -> object:
     return clean_string(value)
 
 
+def as_uuid(value: object) -> UUID | None:
+    """The UUID that a string spells, if it does."""
+    try:
+        return UUID(value) if isinstance(value, str) else None
+    except ValueError:
+        return None
+
+
 def clean_string(value: Any) -> Any:
     """NUL and lone surrogates become U+FFFD; anything but a string is returned as it is."""
     if not isinstance(value, str):

@@ -53,7 +53,7 @@ def message(message_id: UUID | None = None, **fields: Any) -> OutboxRow:
 def a_run(connection: Connection, planned: int) -> runs.Run:
     """A run whose planning has ended."""
     run = runs.open_run(connection, uuid4(), name="pairs.jsonl", lane="bulk", source="default")
-    runs.plan(connection, run.id, planned)
+    assert runs.plan(connection, run.id, planned, before=0)
     runs.end_planning(connection, run.id)
     return runs.read(connection, run.id)
 

@@ -94,7 +94,9 @@ def test_months_are_made_ahead_and_only_where_they_are_missing(owner: Connection
     assert registry.make_partitions(owner) == 0, "the migration made them"
     assert owner.execute(text("select make_verdict_partitions(5)")).scalar_one() == 3
     assert owner.execute(text("select make_verdict_partitions(5)")).scalar_one() == 0
-    last = owner.execute(text("select max(inhrelid::regclass::text) from pg_inherits where inhparent = 'verdict'::regclass")).scalar_one()
+    last = owner.execute(
+        text("select max(inhrelid::regclass::text) from pg_inherits where inhparent = 'verdict'::regclass")
+    ).scalar_one()
     ahead = (rows.THIS_MONTH.year * 12 + rows.THIS_MONTH.month - 1) + 5
     assert last == f"verdict_{ahead // 12}_{ahead % 12 + 1:02}"
 

@@ -20,6 +20,9 @@ from db.verdicts import Settlement, settle
 from tasks.settling import persist, write
 from tests.conftest import Database
 from tests.db.rows import THIS_MONTH, a_run, all_of, failed, judged, message, model, pair_id, rejected
+from tests.shared import emptied_database
+
+database = emptied_database
 
 
 @pytest.fixture
@@ -106,18 +109,21 @@ def test_one_id_at_two_moments_is_two_verdicts(engine: Engine) -> None:
     later = failed(1, submitted_at=THIS_MONTH + timedelta(seconds=1))
     apply(engine, Settlement([later]))
     made_by = model(engine)
-    assert apply(engine, Settlement([judged(made_by, 1), replace(judged(made_by, 1), submitted_at=later.submitted_at)])) == 2
+    assert (
+        apply(engine, Settlement([judged(made_by, 1), replace(judged(made_by, 1), submitted_at=later.submitted_at)]))
+        == 2
+    )
     assert [row["status"] for row in stored(engine, "verdict")] == ["judged", "judged"]
 
 
 def test_a_run_is_done_with_its_last_pair_and_not_while_it_is_planned(engine: Engine) -> None:
     with engine.begin() as connection:
         run = runs.open_run(connection, uuid4(), name="pairs.csv", lane="bulk", source="default")
-        runs.plan(connection, run.id, 2)
+        assert runs.plan(connection, run.id, 2, before=0)
     apply(engine, Settlement([rejected(1, run_id=run.id), rejected(2, run_id=run.id)]))
     with engine.begin() as connection:
         assert runs.read(connection, run.id).state == "planning"
-        runs.plan(connection, run.id, 1)
+        assert runs.plan(connection, run.id, 1, before=2)
         runs.end_planning(connection, run.id)
         assert runs.read(connection, run.id).state == "running"
     apply(engine, Settlement([rejected(3, run_id=run.id)]))
@@ -130,7 +136,7 @@ def test_a_run_is_done_with_its_last_pair_and_not_while_it_is_planned(engine: En
 def test_a_run_whose_pairs_were_all_settled_before_its_planning_ended_is_done_then(engine: Engine) -> None:
     with engine.begin() as connection:
         run = runs.open_run(connection, uuid4(), name="pairs.csv", lane="bulk", source="default")
-        runs.plan(connection, run.id, 1)
+        assert runs.plan(connection, run.id, 1, before=0)
     apply(engine, Settlement([rejected(1, run_id=run.id)]))
     with engine.begin() as connection:
         runs.end_planning(connection, run.id)
@@ -184,7 +190,7 @@ def test_writers_of_the_same_rows_in_any_order_all_come_through(engine: Engine, 
 
     def work(seed: int) -> None:
         chance = random.Random(seed)
-        for _ in range(3):
+        for _ in range(2):
             numbers = chance.sample(range(60), 60)
             rows = [judged(made_by, number, run_id=all_runs[number % 3].id) for number in numbers]
             rejects = [Rejected("live", "not_json", "?", str(number).encode()) for number in numbers[:10]]

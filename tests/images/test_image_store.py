@@ -121,7 +121,7 @@ def test_the_size_limit_is_in_bytes_and_inclusive(bucket: Bucket) -> None:
 def test_many_are_fetched_in_order_each_with_its_own_error(bucket: Bucket, store: ImageStore) -> None:
     uris = [bucket.put(f"{number}.jpg", bytes([number])) for number in range(1, 20)]
     uris[3:3] = [f"s3://{bucket.name}/nothing.jpg", "s3://other/a.jpg"]
-    results = store.fetch_all(map(parse_s3, uris))
+    results = list(store.load_all(uris, lambda fetched: fetched).values())
     assert [error.code for error in results[3:5] if isinstance(error, CodedError)] == [
         ErrorCode.IMAGE_NOT_FOUND,
         ErrorCode.BUCKET_NOT_ALLOWED,
@@ -331,10 +331,33 @@ def test_ten_gigabytes_are_refused_unread(serve: Any) -> None:
 
 def test_an_object_named_twice_is_read_once(serve: Any) -> None:
     store, server = serve(OK)
-    first, other, again = store.fetch_all([Location("shop", key) for key in ("a.jpg", "b.jpg", "a.jpg")])
-    assert first is again
-    assert other == first
+    loaded = store.load_all([f"s3://shop/{key}" for key in ("a.jpg", "b.jpg", "a.jpg")], lambda fetched: fetched.data)
+    assert list(loaded) == ["s3://shop/a.jpg", "s3://shop/b.jpg"]
     assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "answers"),
+    [
+        ("NoSuchKey", True),
+        ("AccessDenied", True),
+        ("NoSuchBucket", True),
+        ("ExpiredToken", False),
+        ("SlowDown", False),
+    ],
+)
+def test_a_bucket_answers_when_s3_speaks_about_its_keys(serve: Any, answer: str, answers: bool) -> None:
+    store, _ = serve(refuses(404, answer), timeout_s=SHORT_TIMEOUT_S)
+    assert store.answers("shop") is answers
+
+
+def test_what_reading_an_object_raises_is_its_own_error(serve: Any) -> None:
+    def read(fetched: Fetched) -> None:
+        raise PairRejected(ErrorCode.IMAGE_CORRUPT, "not a picture")
+
+    store, _ = serve(OK)
+    (error,) = store.load_all(["s3://shop/a.jpg"], read).values()
+    assert isinstance(error, PairRejected)
 
 
 def test_rotated_keys_are_taken_up(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,8 +38,9 @@ def producing(site: Site, ledger: Path) -> Iterator[threading.Thread]:
                 pairs = [pair_of(number) for number in range(start, start + CHUNK)]
                 if start // CHUNK % 3 == 2:
                     body = json.dumps([pair.model_dump(mode="json", exclude={"id"}) for pair in pairs])
+                    enqueue = text("select enqueue(cast(:body as jsonb))")
                     with engine.begin() as connection:
-                        ids = list(connection.execute(text("select enqueue(cast(:body as jsonb))"), {"body": body}).scalars())
+                        ids = list(connection.execute(enqueue, {"body": body}).scalars())
                 else:
                     lane: Any = ("live", "bulk")[start // CHUNK % 3]
                     ids = list(submit(pairs, lane=lane).pair_ids)

@@ -101,6 +101,7 @@ create table outbox (
     publishes     integer not null default 0,
     expires_at    timestamptz,
     wants_result  boolean not null default false,
+    task_id       text,
     last_error    text,
     created_at    timestamptz not null default now()
 ) with (autovacuum_vacuum_scale_factor = 0, autovacuum_vacuum_threshold = 2000,
@@ -179,6 +180,7 @@ comment on column outbox.published_at is 'When it was last handed to Redis; null
 comment on column outbox.publishes is 'How often it was handed to Redis.';
 comment on column outbox.expires_at is 'Celery''s expires: settled as `expired` after this moment.';
 comment on column outbox.wants_result is 'Somebody waits on AsyncResult.';
+comment on column outbox.task_id is 'Celery''s id of the message where it is another than message_id: it came by send_task.';
 comment on column outbox.last_error is 'Why the last attempt did not settle it.';
 comment on table run is 'One submitted file or one night''s job; its counters count rows that really changed.';
 comment on column run.planned is 'Pairs written to the outbox; judged + rejected + failed reach it at the end.';

@@ -1,0 +1,90 @@
+"""Passing troubles: pairs are tried again without their neighbours, and servers that are away are waited for."""
+
+from collections.abc import Iterator
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+
+from tasks.app import app
+from tasks.submit import Pair, submit
+from tests.line.site import PATIENCE_S, Site, Worker, eventually
+from tests.line.test_line import PICTURE, message
+from worker.messages import TASK_NAME
+
+ATTEMPTS = 3
+
+
+@pytest.fixture(scope="module")
+def worker(site: Site) -> Iterator[Worker]:
+    """One that is quick to try again, and whose allow-list names buckets that do not exist yet."""
+    settings = {
+        "CONCORD_ALLOWED_BUCKETS": "line,line-late,line-never",
+        "CONCORD_RETRY_DELAY_S": "0.3",
+        "CONCORD_MAX_ATTEMPTS": str(ATTEMPTS),
+        "CONCORD_IMAGE_TIMEOUT_S": "1",
+    }
+    with site.worker(**settings) as worker:
+        yield worker
+
+
+def send(bucket: str, ref: str) -> tuple[list[UUID], Any]:
+    """A good pair beside one whose picture is in a bucket that does not exist; and the result to wait on."""
+    ids = [uuid4(), uuid4()]
+    images = [PICTURE, f"s3://{bucket}/square.jpg"]
+    names = [f"{ref} good", f"{ref} bad"]
+    pairs = [
+        {"id": str(i), "ref": name, "image": image, "text": "a red shoe"}
+        for i, name, image in zip(ids, names, images, strict=True)
+    ]
+    return ids, app.send_task(TASK_NAME, args=[message(pairs)], queue="bulk", ignore_result=False)
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_pair_that_never_succeeds_fails_at_last_and_holds_nobody_up(site: Site) -> None:
+    (good, bad), result = send("line-never", "never")
+    first = site.verdicts([good])["never good"]
+    assert (first["status"], first["attempts"]) == ("judged", 0)
+    row = site.verdicts([bad])["never bad"]
+    assert (row["status"], row["error_code"], row["attempts"]) == ("failed", "image_fetch_failed", ATTEMPTS - 1)
+    assert "does not exist" in row["error_detail"]
+    assert [verdict["status"] for verdict in result.get(timeout=PATIENCE_S)] == ["judged", "failed"]
+    eventually(site.outbox_is_empty, "an empty outbox")
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_pair_that_succeeds_later_is_judged_under_its_own_key(site: Site) -> None:
+    (good, bad), result = send("line-late", "late")
+    site.verdicts([good])
+    site.bucket.create_bucket(Bucket="line-late")
+    body = site.bucket.get_object(Bucket="line", Key="square.jpg")["Body"].read()
+    site.bucket.put_object(Bucket="line-late", Key="square.jpg", Body=body)
+    row = site.verdicts([bad])["late bad"]
+    assert row["status"] == "judged"
+    assert row["attempts"] > 0
+    assert [verdict["ref"] for verdict in result.get(timeout=PATIENCE_S)] == ["late good", "late bad"]
+
+
+@pytest.mark.timeout(180)
+@pytest.mark.usefixtures("worker")
+@pytest.mark.parametrize("server", ["s3", "postgres"])
+def test_a_server_that_goes_away_is_waited_for_and_no_attempts_are_spent(
+    site: Site, stack: Any, worker: Worker, server: str
+) -> None:
+    submission = submit([Pair(ref=f"{server}-{n}", image=PICTURE, text=f"{n} shoes") for n in range(300)], lane="bulk")
+    count = "select count(*) as rows from verdict where ref like :pattern"
+    eventually(lambda: site.query(count, pattern=f"{server}-%")[0]["rows"] > 0, "a first verdict")
+    said = len(worker.lines)
+    getattr(stack, server).kill()
+    try:
+        patient = ("trying again", "the relay waits")
+        eventually(
+            lambda: any(words in line for line in worker.lines[said:] for words in patient), "a worker that waits"
+        )
+    finally:
+        getattr(stack, server).start()
+    rows = site.verdicts(submission.pair_ids, 90)
+    assert {row["status"] for row in rows.values()} == {"judged"}
+    assert {row["attempts"] for row in rows.values()} == {0}
+    eventually(site.outbox_is_empty, "an empty outbox")
+    assert worker.process.poll() is None

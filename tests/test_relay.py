@@ -1,0 +1,328 @@
+"""The relay: one at a time, within Redis's window, and what Redis lost is published again, but never by age alone."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+import redis
+from sqlalchemy import text
+
+from db import outbox
+from db.outbox import OutboxRow
+from tasks import relay as module
+from tasks.app import app
+from tasks.relay import READ_ALL_EVERY_S, SEARCH_EVERY_S, Relay, task_ids
+from tasks.submit import publish
+from tests.conftest import Database
+from tests.shared import emptied_database
+from tests.submit_env import configured
+from worker.messages import TASK_NAME
+
+database = emptied_database
+
+WINDOW = 3
+
+
+@pytest.fixture(autouse=True)
+def producer(database: Database, redis_url: str) -> Iterator[None]:
+    with configured(database_url=database.url, broker_url=redis_url):
+        yield
+
+
+@pytest.fixture
+def relays(database: Database) -> Iterator[tuple[Relay, Relay]]:
+    """Two that could be in two workers; neither's thread is started."""
+    both = (
+        Relay(database.url, {"live": WINDOW, "bulk": WINDOW}, 0.1),
+        Relay(database.url, {"live": WINDOW, "bulk": WINDOW}, 0.1),
+    )
+    for name, relay in zip(("first", "second"), both, strict=True):
+        relay.holder = name
+    yield both
+    for relay in both:
+        relay.engine.dispose()
+
+
+@pytest.fixture
+def relay(relays: tuple[Relay, Relay]) -> Relay:
+    relays[0].turn()
+    return relays[0]
+
+
+def sql(relay: Relay, statement: str, **parameters: Any) -> Any:
+    with relay.engine.begin() as connection:
+        return connection.execute(text(statement), parameters)
+
+
+def accept(relay: Relay, number: int = 1, lane: str = "live", **fields: Any) -> list[UUID]:
+    rows = [OutboxRow(uuid4(), lane, {"pairs": []}, **fields) for _ in range(number)]
+    with relay.engine.begin() as connection:
+        outbox.add(connection, rows)
+    return [row.message_id for row in rows]
+
+
+def publish_long_ago(relay: Relay, number: int = 1) -> list[UUID]:
+    """Messages that were published, and reached Redis, a minute ago."""
+    ids = accept(relay, number)
+    relay.publish_due("live")
+    age(relay)
+    return ids
+
+
+def age(relay: Relay) -> None:
+    sql(relay, "update outbox set published_at = published_at - interval '1 minute'")
+
+
+def publishes(relay: Relay) -> list[int]:
+    return [row.publishes for row in sql(relay, "select publishes from outbox order by message_id")]
+
+
+def queued(url: str, lane: str = "live") -> list[UUID]:
+    with redis.Redis.from_url(url) as client:
+        entries: Any = client.lrange(lane, 0, -1)
+        return [UUID(json.loads(entry)["headers"]["id"]) for entry in entries]
+
+
+def lose(url: str) -> None:
+    with redis.Redis.from_url(url) as client:
+        client.flushdb()
+
+
+def send_foreign(number: int, **options: Any) -> None:
+    for _ in range(number):
+        app.send_task(TASK_NAME, args=[{}], queue="live", **options)
+
+
+def search(relay: Relay, looks: Sequence[float] = (0.0, SEARCH_EVERY_S)) -> None:
+    for moment in looks:
+        relay.publish_lost(moment)
+
+
+def test_one_relay_holds_the_lease_and_the_other_does_nothing(relays: tuple[Relay, Relay], redis_url: str) -> None:
+    first, second = relays
+    first.turn()
+    ids = accept(first)
+    second.turn()
+    assert (first.holds_lease, second.holds_lease) == (True, False)
+    assert queued(redis_url) == []
+    first.turn()
+    assert queued(redis_url) == ids
+
+
+def test_a_lease_that_ran_out_is_taken_over_and_its_frozen_holder_publishes_nothing_more(
+    relays: tuple[Relay, Relay], redis_url: str
+) -> None:
+    first, second = relays
+    first.turn()
+    sql(first, "update relay_lease set expires_at = now() - interval '1 second'")
+    second.turn()
+    assert second.holds_lease
+    accept(first)
+    assert first.publish_due("live") == 0
+    first.turn()
+    assert not first.holds_lease
+    assert queued(redis_url) == []
+
+
+def test_a_holder_that_goes_lets_the_next_one_in_at_once_and_a_former_one_ends_nothing(
+    relays: tuple[Relay, Relay],
+) -> None:
+    first, second = relays
+    first.turn()
+    first.give_up_lease()
+    second.turn()
+    assert second.holds_lease
+    first.give_up_lease()
+    first.turn()
+    assert not first.holds_lease
+
+
+def test_the_lease_is_renewed_by_every_turn(relay: Relay) -> None:
+    sql(relay, "update relay_lease set expires_at = now() + interval '1 second'")
+    relay.turn()
+    left = sql(relay, "select extract(epoch from expires_at - now()) from relay_lease").scalar_one()
+    assert float(left) > outbox.LEASE_S - 5
+
+
+@pytest.mark.parametrize("lane", ["live", "bulk"])
+def test_redis_holds_no_more_than_its_window_of_a_lane(relay: Relay, redis_url: str, lane: str) -> None:
+    accept(relay, 2 * WINDOW, lane)
+    relay.turn()
+    relay.turn()
+    assert len(queued(redis_url, lane)) == WINDOW
+    with redis.Redis.from_url(redis_url) as client:
+        client.rpop(lane)
+    relay.turn()
+    assert len(queued(redis_url, lane)) == WINDOW
+    assert sorted(publishes(relay)) == [0] * (WINDOW - 1) + [1] * (WINDOW + 1)
+
+
+def test_what_was_due_first_is_published_first_and_what_is_put_off_waits(relay: Relay, redis_url: str) -> None:
+    (later,), (first,), (second,) = accept(relay, delay_s=3600.0), accept(relay), accept(relay)
+    sql(relay, "update outbox set not_before = now() - interval '1 hour' where message_id = :id", id=second)
+    relay.windows["live"] = 1
+    relay.turn()
+    assert queued(redis_url) == [second]
+    relay.windows["live"] = WINDOW
+    relay.turn()
+    assert set(queued(redis_url)) == {first, second}
+    sql(relay, "update outbox set not_before = now() where message_id = :id", id=later)
+    relay.turn()
+    assert set(queued(redis_url)) == {first, second, later}
+
+
+def test_more_than_one_claims_worth_is_published_in_a_turn(
+    relay: Relay, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CLAIM_LIMIT", 2)
+    relay.windows["bulk"] = 100
+    accept(relay, 5, "bulk")
+    relay.turn()
+    assert len(queued(redis_url, "bulk")) == 5
+
+
+def test_what_was_claimed_but_never_published_is_found_missing_twice_and_published(
+    relay: Relay, redis_url: str
+) -> None:
+    ids = accept(relay, attempts=2)
+    with relay.engine.begin() as connection:
+        (claimed,) = outbox.claim(connection, "live", 10)
+    search(relay)
+    assert queued(redis_url) == [], "it may be on its way"
+    age(relay)
+    relay.publish_lost(0.0)
+    assert queued(redis_url) == [], "missing once may be bad luck"
+    relay.publish_lost(SEARCH_EVERY_S)
+    assert queued(redis_url) == ids
+    assert (claimed.attempts, publishes(relay)) == (2, [2])
+    search(relay, (2 * SEARCH_EVERY_S, 3 * SEARCH_EVERY_S))
+    assert publishes(relay) == [2], "it was published a moment ago"
+
+
+def test_what_redis_forgot_is_published_again(relay: Relay, redis_url: str) -> None:
+    ids = publish_long_ago(relay, WINDOW)
+    search(relay)
+    lose(redis_url)
+    search(relay, (10.0, 15.0))
+    assert sorted(queued(redis_url)) == sorted(ids)
+    assert publishes(relay) == [2] * WINDOW
+
+
+def test_a_message_that_is_in_its_queue_is_left_there_however_old(relay: Relay, redis_url: str) -> None:
+    ids = publish_long_ago(relay)
+    search(relay, (0.0, 100.0, 200.0))
+    assert queued(redis_url) == ids
+    assert publishes(relay) == [1]
+
+
+@pytest.mark.parametrize("priority", [0, 3, 6, 9])
+def test_a_message_under_any_priority_is_seen(relay: Relay, redis_url: str, priority: int) -> None:
+    (message_id,) = publish_long_ago(relay)
+    lose(redis_url)
+    app.send_task(TASK_NAME, args=[{}], task_id=str(message_id), queue="live", priority=priority)
+    search(relay)
+    assert publishes(relay) == [1]
+
+
+def test_a_message_that_a_worker_holds_is_not_lost(relay: Relay, redis_url: str) -> None:
+    publish_long_ago(relay)
+    with app.connection_for_read() as connection, connection.channel() as channel:
+        assert channel.basic_get("live") is not None
+        assert queued(redis_url) == []
+        search(relay)
+        assert publishes(relay) == [1]
+
+
+def test_a_message_that_is_settled_between_two_looks_is_not_published(relay: Relay, redis_url: str) -> None:
+    (message_id,) = publish_long_ago(relay)
+    lose(redis_url)
+    relay.publish_lost(0.0)
+    with relay.engine.begin() as connection:
+        outbox.forget(connection, [(message_id, 0)])
+    relay.publish_lost(5.0)
+    assert queued(redis_url) == []
+
+
+def test_a_message_that_waits_for_its_next_attempt_is_not_lost(relay: Relay, redis_url: str) -> None:
+    (message_id,) = publish_long_ago(relay)
+    lose(redis_url)
+    relay.publish_lost(0.0)
+    with relay.engine.begin() as connection:
+        outbox.retry(connection, [OutboxRow(message_id, "live", {}, attempts=1, delay_s=60.0)])
+    relay.publish_lost(5.0)
+    assert queued(redis_url) == []
+
+
+def test_counts_that_disagree_are_looked_into_at_once(relay: Relay, redis_url: str) -> None:
+    ids = publish_long_ago(relay, 2)
+    relay.publish_lost(0.0)
+    lose(redis_url)
+    send_foreign(1)
+    search(relay, (5.0, 10.0))
+    assert set(queued(redis_url)) > set(ids)
+
+
+def test_messages_without_a_row_hide_a_lost_one_for_a_while_but_not_for_ever(relay: Relay, redis_url: str) -> None:
+    publish_long_ago(relay)
+    relay.publish_lost(0.0)
+    lose(redis_url)
+    send_foreign(2)
+    search(relay, (5.0, 10.0))
+    assert publishes(relay) == [1], "the counts leave nothing to be suspected"
+    search(relay, (READ_ALL_EVERY_S, READ_ALL_EVERY_S + 5))
+    assert publishes(relay) == [2]
+
+
+def test_a_relay_that_lost_the_lease_forgets_what_it_missed(relays: tuple[Relay, Relay], redis_url: str) -> None:
+    first, second = relays
+    first.turn()
+    publish_long_ago(first)
+    lose(redis_url)
+    first.publish_lost(0.0)
+    sql(first, "update relay_lease set expires_at = now() - interval '1 second'")
+    second.turn()
+    first.turn()
+    assert first.missing == set()
+
+
+def test_a_message_that_has_another_id_in_celery_is_looked_for_and_published_under_that_one(
+    relay: Relay, redis_url: str
+) -> None:
+    accept(relay, task_id="chosen by the sender")
+    relay.publish_due("live")
+    age(relay)
+    search(relay)
+    assert publishes(relay) == [1], "it is in its queue"
+    lose(redis_url)
+    search(relay, (10.0, 15.0))
+    assert publishes(relay) == [2]
+    with redis.Redis.from_url(redis_url) as client:
+        (entry,) = [json.loads(raw) for raw in client.lrange("live", 0, -1)]
+    assert entry["headers"]["id"] == "chosen by the sender"
+
+
+def test_entries_that_are_no_messages_of_celery_are_passed_over() -> None:
+    good = json.dumps({"headers": {"id": "one"}}).encode()
+    held = json.dumps([{"headers": {"id": "other"}}, "live", "live"]).encode()
+    bad = [b"\xff", b"5", b"[]", b"null", b"{}", b'{"headers": 5}', b'{"headers": {}}', b"[" * 100_000, b""]
+    assert list(task_ids([good, *bad, held])) == ["one", "other"]
+
+
+def test_rubbish_in_a_queue_does_not_keep_the_relay_from_what_was_lost(relay: Relay, redis_url: str) -> None:
+    publish_long_ago(relay)
+    lose(redis_url)
+    with redis.Redis.from_url(redis_url) as client:
+        client.lpush("live", b"\xff not json", b"[" * 100_000)
+    search(relay)
+    assert publishes(relay) == [2]
+
+
+def test_what_is_published_is_what_was_accepted(relay: Relay, redis_url: str) -> None:
+    row = OutboxRow(uuid4(), "bulk", {"v": 1, "text": "\u00e9"}, wants_result=True)
+    publish([row])
+    with redis.Redis.from_url(redis_url) as client:
+        (entry,) = [json.loads(raw) for raw in client.lrange("bulk", 0, -1)]
+    message = app.connection_for_read().channel().message_to_python(entry)
+    assert message.decode()[0] == [row.body]
