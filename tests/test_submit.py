@@ -38,6 +38,16 @@ def nowhere() -> Iterator[str]:
         yield f"redis://127.0.0.1:{bound.getsockname()[1]}/0"
 
 
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kombu would try for six seconds, in which a producer stands still."""
+
+    def sleep(seconds: float) -> None:
+        raise AssertionError(f"a producer would wait for {seconds} s")
+
+    monkeypatch.setattr("kombu.utils.functional.sleep", sleep)
+
+
 def pairs(number: int = 1) -> list[Pair]:
     return [Pair(ref=f"sku-{n}", image="s3://shop/1.jpg", text="a red shoe") for n in range(number)]
 
@@ -130,12 +140,14 @@ def test_an_expiry_and_a_wish_for_the_result_travel_in_the_row_and_in_the_messag
     assert entry["headers"]["ignore_result"] is False
 
 
+@pytest.mark.usefixtures("no_waiting")
 def test_while_redis_is_away_pairs_are_accepted_and_left_to_the_relay(database: Database, nowhere: str) -> None:
     with configured(database_url=database.url, broker_url=nowhere):
         done = submit(pairs())
         assert [(row["message_id"], row["published_at"]) for row in rows()] == [(done.message_ids[0], None)]
 
 
+@pytest.mark.usefixtures("no_waiting")
 def test_a_redis_that_goes_away_between_the_look_and_the_publishing_loses_nothing(
     database: Database, nowhere: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +159,7 @@ def test_a_redis_that_goes_away_between_the_look_and_the_publishing_loses_nothin
     assert (row["published_at"] is None, row["publishes"]) == (False, 1)
 
 
+@pytest.mark.usefixtures("no_waiting")
 def test_a_redis_that_refuses_the_password_is_away_too(database: Database, redis_url: str) -> None:
     with configured(database_url=database.url, broker_url=redis_url.replace("redis://:", "redis://:not-")):
         submit(pairs())
