@@ -43,6 +43,10 @@ broker_transport_options = {
     "unacked_mutex_expire": 10,
     "queue_order_strategy": "priority",
     "socket_keepalive": True,
+    # A Redis that accepts connections and never answers (a machine that froze) counts as away: a producer, whose pairs
+    # are accepted by Postgres, does not stand still. Nothing waits longer in Redis than BRPOP, which ends every second.
+    "socket_timeout": 5,
+    "socket_connect_timeout": 5,
 }
 broker_connection_retry_on_startup = True
 broker_connection_max_retries = None

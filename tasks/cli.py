@@ -288,11 +288,19 @@ def weights_fetch(
     model_id: Annotated[str, typer.Argument(help="For example iic/ofa_visual-entailment_snli-ve_large_en.")],
     revision: Annotated[str, typer.Option(help="A tag or commit of the model; never a branch, which moves.")],
     into: Annotated[Path, typer.Option("--out", help="The folder to make.")] = Path("weights"),
+    label: Annotated[
+        list[str] | None, typer.Option(metavar="ANSWER=LABEL", help="What an answer of an unknown wording means.")
+    ] = None,
 ) -> None:
     """Download a checkpoint at a pinned revision, verify it, and convert it once to safetensors."""
     from worker.weights import fetch
 
-    fetch(model_id, revision, into)
+    if wrong := [pair for pair in label or [] if "=" not in pair]:
+        raise typer.BadParameter(
+            f"--label takes ANSWER=LABEL, for example --label 'it is so=entailment'; got {wrong[0]}"
+        )
+    labels = dict(pair.rpartition("=")[::2] for pair in label or [])
+    fetch(model_id, revision, into, labels=labels or None)
     out.print(f"{model_id} at {revision} is in {into}. Workers load it with CONCORD_MODEL_DIR={into}", markup=False)
 
 

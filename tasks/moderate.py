@@ -25,7 +25,7 @@ from tasks.scoring import load_moderator, make_store
 from tasks.settings import Settings, settings
 from tasks.settling import Case, MadeBy, Picture, Reading, outcome_of, patiently, persist, settlement_of, write
 from worker.batching import Batch, Delivery, MicroBatchTask, Outcome, is_stopping
-from worker.errors import CodedError, ErrorCode, Hold, MessageRejected, PairRejected, TryLater
+from worker.errors import CodedError, ConcordError, ErrorCode, Hold, MessageRejected, PairRejected, TryLater
 from worker.images import Fetched, ImageStore, decode
 from worker.messages import TASK_NAME, as_uuid
 from worker.messages import decode as decode_message
@@ -74,10 +74,6 @@ class Line:
         )
         return Picture(decoded, fetched.etag)
 
-    def close(self) -> None:
-        self.store.close()
-        self.engine.dispose()
-
 
 class Moderate(MicroBatchTask):
     """Task `concord.moderate`."""
@@ -112,6 +108,8 @@ class Moderate(MicroBatchTask):
         line = self.line
         settlements = [settlement_of(reading, line.policies, line.settings, line.made_by) for reading in readings]
         write(line.engine, settlements, batch.stopping)
+        pairs, seconds = sum(len(reading.cases) for reading in readings), time.monotonic() - batch.started_at
+        log.info("a batch is settled: %d pairs of %d messages, %s, %.3f s", pairs, len(readings), batch.lane, seconds)
         return [persist(partial(outcome_of, reading, line.engine), batch.stopping) for reading in readings]
 
 
@@ -242,11 +240,15 @@ class LineStep(bootsteps.StartStopStep):  # type: ignore[misc]
         self.relay: Relay | None = None
 
     def start(self, parent: Any) -> None:
-        chosen = settings()
+        try:
+            chosen = settings()
+            chosen.need("broker_url")
+            task.line = set_up(chosen)
+        except ConcordError as error:
+            log.critical("the worker cannot start: %s", error)
+            raise SystemExit(1) from None
         task.max_pairs, task.max_wait_s = chosen.max_pairs, chosen.max_wait_ms / 1000
         task.max_inflight, task.hang_limit_s = chosen.max_inflight, chosen.hang_limit_s
-        chosen.need("broker_url")
-        task.line = set_up(chosen)
         windows = {"live": chosen.live_window, "bulk": chosen.bulk_window}
         self.relay = Relay(chosen.need("database_url"), windows, chosen.relay_poll_ms / 1000)
         self.relay.start()
@@ -254,7 +256,6 @@ class LineStep(bootsteps.StartStopStep):  # type: ignore[misc]
     def stop(self, parent: Any) -> None:
         if self.relay is not None:
             self.relay.stop()
-            task.line.close()
 
     def terminate(self, parent: Any) -> None:
         self.stop(parent)

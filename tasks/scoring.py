@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tasks.settings import Settings
+from tasks.settings import Settings, SettingsWrong
 from worker.errors import CodedError, ErrorCode, PairRejected
 from worker.images import ImageStore, decode, parse_s3
 from worker.messages import Pair, clean, read_pair
@@ -24,7 +24,13 @@ def load_moderator(model_dir: Path | None, device: str) -> Moderator:
     """The checkpoint in `model_dir` on `device`. Raises CheckpointRefused."""
     if model_dir is None:
         log.warning("no model was named: the demo model judges, which knows 64-pixel toy scenes and nothing else")
-    chosen = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    wanted = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    try:
+        chosen = torch.empty(0, device=wanted).device
+    except (RuntimeError, AssertionError) as error:
+        raise SettingsWrong(
+            f"CONCORD_DEVICE is {device!r}, which torch cannot use: {str(error).splitlines()[0]}"
+        ) from None
     # cuDNN would round convolutions to ten bits; scores are to be the same on every device.
     torch.backends.cudnn.allow_tf32 = False
     return Moderator(load(model_dir or DEMO_MODEL, chosen), chosen)

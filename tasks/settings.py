@@ -7,7 +7,7 @@ A setting `max_pairs` is the variable CONCORD_MAX_PAIRS, or a line of the file t
 import os
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -67,7 +67,6 @@ class Settings(BaseSettings):
     live_window: int = Field(256, ge=1, description="Messages of the live lane that Redis holds at most")
     bulk_window: int = Field(512, ge=1, description="Messages of the bulk lane that Redis holds at most")
     relay_poll_ms: int = Field(500, ge=10, description="How often the relay looks for messages to publish")
-    log_format: Literal["plain", "json"] = Field("plain", description="Log lines for people, or for a collector")
 
     @field_validator("allowed_buckets", mode="before")
     @classmethod
@@ -88,8 +87,11 @@ class Settings(BaseSettings):
 @cache
 def settings() -> Settings:
     """The settings of this process, read once. Raises SettingsWrong."""
+    named = os.environ.get(f"{PREFIX}ENV_FILE")
+    if named and not Path(named).exists():
+        raise SettingsWrong(f"{PREFIX}ENV_FILE names {named}, which does not exist")
     try:
-        return Settings(_env_file=os.environ.get(f"{PREFIX}ENV_FILE", DEFAULT_ENV_FILE))  # type: ignore[call-arg]
+        return Settings(_env_file=DEFAULT_ENV_FILE if named is None else named)  # type: ignore[call-arg]
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
         raise SettingsWrong(f"{PREFIX}{str(problem['loc'][0]).upper()}: {problem['msg']}") from None

@@ -47,6 +47,13 @@ def test_a_file_gives_settings_and_the_environment_wins(tmp_path: Path, monkeypa
         assert (settings().max_pairs, settings().max_wait_ms) == (7, 9)
 
 
+def test_a_file_that_is_named_must_be_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with configured():
+        monkeypatch.setenv(f"{PREFIX}ENV_FILE", str(tmp_path / "typo"))
+        with pytest.raises(SettingsWrong, match="typo"):
+            settings()
+
+
 def test_the_file_of_the_local_servers_is_read_in_the_folder_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,7 +83,6 @@ def test_buckets_are_separated_by_commas(written: str, read: tuple[str, ...]) ->
         ("max_inflight", "17"),
         ("max_wait_ms", "-1"),
         ("hang_limit_s", "0"),
-        ("log_format", "xml"),
         ("exact_images", "perhaps"),
     ],
 )

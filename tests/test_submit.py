@@ -15,6 +15,7 @@ import redis
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
+from tasks.app import app
 from tasks.submit import Pair, engine, queue_length, submit, uuid7
 from tests.conftest import Database
 from tests.shared import emptied_database
@@ -164,6 +165,19 @@ def test_a_redis_that_refuses_the_password_is_away_too(database: Database, redis
     with configured(database_url=database.url, broker_url=redis_url.replace("redis://:", "redis://:not-")):
         submit(pairs())
         assert [row["published_at"] for row in rows()] == [None]
+
+
+def test_a_redis_that_never_answers_does_not_hold_a_producer_up(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = app.conf.broker_transport_options
+    assert 0 < options["socket_timeout"] <= 5
+    with closing(socket.create_server(("127.0.0.1", 0))) as frozen:
+        url = f"redis://127.0.0.1:{frozen.getsockname()[1]}/0"
+        with configured(database_url=database.url, broker_url=url):
+            monkeypatch.setitem(app.conf, "broker_transport_options", {**options, "socket_timeout": 0.2})
+            submit(pairs())
+            assert [row["published_at"] for row in rows()] == [None]
 
 
 def test_while_the_database_is_away_nothing_is_accepted_and_the_caller_knows(nowhere: str, redis_url: str) -> None:

@@ -277,12 +277,12 @@ class Deliveries:
     def touch(self) -> None:
         """Tell Redis that the messages in hand are still in hand."""
         try:
-            for channel in {id(d.message.channel): d.message.channel for d in self.in_hand()}.values():
-                qos = channel.qos
-                tags = dict.fromkeys(qos._delivered, time.time())
-                if tags:
-                    with channel.conn_or_acquire() as client:
-                        client.zadd(qos.unacked_index_key, tags, xx=True)
+            messages = [delivery.message for delivery in self.in_hand()]
+            if messages:
+                channel = messages[0].channel
+                tags = {message.delivery_tag: time.time() for message in messages}
+                with channel.conn_or_acquire() as client:
+                    client.zadd(channel.qos.unacked_index_key, tags, xx=True)
         except Exception as error:
             log.warning("could not touch the messages in hand: %s", error)
 

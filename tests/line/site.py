@@ -1,7 +1,6 @@
 """A site of its own for tests of the whole line: a database, a Redis database, a bucket, and worker processes."""
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import create_engine, text
+
+from tests.submit_env import environment
 
 ROOT = Path(__file__).parents[2]
 #: What must happen, happens within this time or the test fails.
@@ -69,18 +70,18 @@ class Worker:
 class Site:
     """Where the test's pairs go and come out."""
 
-    environment: dict[str, str]
+    settings: dict[str, str]
     database_url: str
     redis_url: str
     bucket: Any
 
     @contextlib.contextmanager
-    def worker(self, *arguments: str, **settings: str) -> Iterator[Worker]:
+    def worker(self, *arguments: str, **settings: object) -> Iterator[Worker]:
         """A worker that is ready; stopped in the end, if it still runs, and its log shown if the test fails."""
-        environment = {**os.environ, **self.environment, **settings, "PYTHONUNBUFFERED": "1"}
+        own = {**environment(**{**self.settings, **settings}), "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, "-m", "celery", "-A", "tasks", "worker", "-Q", "live,bulk", "-l", "info", *arguments]
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, cwd=ROOT, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         worker = Worker(process)
         try:

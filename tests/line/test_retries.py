@@ -18,13 +18,9 @@ ATTEMPTS = 3
 @pytest.fixture(scope="module")
 def worker(site: Site) -> Iterator[Worker]:
     """One that is quick to try again, and whose allow-list names buckets that do not exist yet."""
-    settings = {
-        "CONCORD_ALLOWED_BUCKETS": "line,line-late,line-never",
-        "CONCORD_RETRY_DELAY_S": "0.3",
-        "CONCORD_MAX_ATTEMPTS": str(ATTEMPTS),
-        "CONCORD_IMAGE_TIMEOUT_S": "1",
-    }
-    with site.worker(**settings) as worker:
+    with site.worker(
+        allowed_buckets="line,line-late,line-never", retry_delay_s=0.3, max_attempts=ATTEMPTS, image_timeout_s=1
+    ) as worker:
         yield worker
 
 

@@ -68,10 +68,10 @@ def test_kill_9_of_the_worker_and_a_redis_restart_lose_nothing(
     before = judged(site)
     ledger = tmp_path / "ledger"
     # Small batches, so that there are many to die in the middle of.
-    with site.worker(CONCORD_MAX_PAIRS="16") as first, producing(site, ledger) as producer:
+    with site.worker(max_pairs=16) as first, producing(site, ledger) as producer:
         eventually(lambda: judged(site) > before + 100, "some verdicts")
         first.kill()
-        with site.worker(CONCORD_MAX_PAIRS="16") as second:
+        with site.worker(max_pairs=16) as second:
             eventually(lambda: judged(site) > before + 500, "verdicts of the second worker")
             stack.redis.kill()
             stack.redis.start(wipe=wiped)
@@ -85,3 +85,20 @@ def test_kill_9_of_the_worker_and_a_redis_restart_lose_nothing(
             with redis.Redis.from_url(site.redis_url) as client:
                 eventually(lambda: not client.exists("live", "bulk") and not client.hlen("unacked"), "empty queues")
             assert second.process.poll() is None, "the worker ended with Redis"
+
+
+@pytest.mark.timeout(180)
+def test_sigterm_lets_batches_end_gives_the_rest_back_and_exits_0(site: Site) -> None:
+    with site.worker(max_pairs=16) as first:
+        pairs = [pair_of(PAIRS + number) for number in range(640)]
+        submission = submit(pairs, lane="bulk")
+        first.says("a batch is settled")
+        assert first.stop() == 0
+        assert not any("given back" in line or "Traceback" in line for line in first.lines)
+    with redis.Redis.from_url(site.redis_url) as client:
+        assert client.hlen("unacked") == 0
+    with site.worker():
+        rows = site.verdicts(submission.pair_ids)
+    assert {row["attempts"] for row in rows.values()} == {0}
+    assert {row["status"] for row in rows.values()} == {"judged"}
+    eventually(site.outbox_is_empty, "an empty outbox")
