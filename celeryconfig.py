@@ -25,7 +25,7 @@ task_ignore_result = True
 result_expires = 86_400
 
 # Batches run on threads, since the model releases the GIL and one process holds one model. Two threads more than
-# batches, so that a message to be recorded or put off never waits for the model.
+# batches, for what a connection that broke has left running.
 worker_pool = "threads"
 worker_concurrency = _settings.max_inflight + 2
 worker_consumer = "worker.batching:Consumer"

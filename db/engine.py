@@ -44,7 +44,8 @@ def trouble(error: Exception) -> Trouble:
             error.connection_invalidated or isinstance(error, OperationalError | InterfaceError)
         )
         return Trouble.AWAY if gone else Trouble.DATA
-    if state[:2] in ("08", "53", "57"):
+    # 25006: the server is read only, as after a failover. 55: somebody holds a lock. 58: its disk fails.
+    if state[:2] in ("08", "53", "55", "57", "58") or state == "25006":
         return Trouble.AWAY
     if state[:2] == "40":
         return Trouble.CLASH

@@ -22,6 +22,8 @@ LANES = ("live", "bulk")
 LEASE_S = 15
 #: A message is looked for in Redis only when it was published longer ago than this.
 SETTLED_FOR_S = 20
+#: A statement takes 65,535 parameters, and a row has some 17.
+ROWS_PER_INSERT = 1_000
 #: Bytes of a body that are kept of a rejected message.
 MAX_REJECTED_BODY_BYTES = 1_000_000
 
@@ -43,7 +45,10 @@ class OutboxRow:
 
 @dataclass(frozen=True)
 class Rejected:
-    """What could not be given a verdict row: a message, or a pair that stood twice in one."""
+    """What could not be given a verdict row: a message, or a pair that stood twice in one.
+
+    `pairs` of a run are counted there as rejected, since the run waits for them.
+    """
 
     queue: str
     error_code: str
@@ -52,6 +57,8 @@ class Rejected:
     message_id: UUID | None = None
     pair_ids: Sequence[UUID] = field(default=())
     source: str | None = None
+    run_id: UUID | None = None
+    pairs: int = 0
 
     def digest(self) -> bytes:
         parts = (self.queue.encode(), self.error_code.encode(), self.error_detail.encode(), self.body)
@@ -76,10 +83,12 @@ def add(connection: Connection, rows: Iterable[OutboxRow], *, published: bool = 
         }
         for row in rows
     ]
-    if not values:
-        return 0
-    statement = insert(OUTBOX).values(values).on_conflict_do_nothing().returning(OUTBOX.c.message_id)
-    return len(connection.execute(statement).all())
+    new = 0
+    for start in range(0, len(values), ROWS_PER_INSERT):
+        chunk = values[start : start + ROWS_PER_INSERT]
+        statement = insert(OUTBOX).values(chunk).on_conflict_do_nothing().returning(OUTBOX.c.message_id)
+        new += len(connection.execute(statement).all())
+    return new
 
 
 def forget(connection: Connection, deliveries: Iterable[tuple[UUID, int]]) -> None:
@@ -120,10 +129,11 @@ def retry(connection: Connection, rows: Iterable[OutboxRow]) -> None:
         )
 
 
-def record_rejected(connection: Connection, rejected: Iterable[Rejected]) -> None:
-    """Keep what could not be read, once however often it is delivered."""
+def record_rejected(connection: Connection, rejected: Iterable[Rejected]) -> list[Rejected]:
+    """Keep what could not be read, once however often it is delivered; returns what is new."""
+    new = []
     for one in sorted(rejected, key=Rejected.digest):
-        connection.execute(
+        found = connection.execute(
             insert(REJECTED_MESSAGE)
             .values(
                 message_id=one.message_id,
@@ -137,6 +147,9 @@ def record_rejected(connection: Connection, rejected: Iterable[Rejected]) -> Non
             )
             .on_conflict_do_nothing()
         )
+        if found.rowcount:
+            new.append(one)
+    return new
 
 
 CLAIM = """
@@ -151,7 +164,7 @@ returning message_id, lane, body, attempts, expires_at, wants_result, task_id
 
 def claim(connection: Connection, lane: str, room: int) -> list[OutboxRow]:
     """Mark the oldest due messages as published and return them; the caller commits, then publishes."""
-    return [row_of(row) for row in connection.execute(text(CLAIM), {"lane": lane, "room": room})]
+    return readable(connection, connection.execute(text(CLAIM), {"lane": lane, "room": room}))
 
 
 CLAIM_AGAIN = """
@@ -164,7 +177,26 @@ returning message_id, lane, body, attempts, expires_at, wants_result, task_id
 def claim_again(connection: Connection, message_ids: Sequence[UUID]) -> list[OutboxRow]:
     """Mark lost messages as published once more and return them."""
     rows = connection.execute(text(CLAIM_AGAIN), {"message_ids": list(message_ids), "settled_for_s": SETTLED_FOR_S})
-    return [row_of(row) for row in rows]
+    return readable(connection, rows)
+
+
+def readable(connection: Connection, rows: Iterable[Any]) -> list[OutboxRow]:
+    """Rows as messages; one whose body Python cannot read is recorded instead, so that it holds nobody up."""
+    found = []
+    for row in list(rows):
+        try:
+            found.append(row_of(row))
+        except (ValueError, RecursionError) as error:
+            unread = OutboxRow(row.message_id, row.lane, {}, row.attempts)
+            refuse(connection, unread, f"the outbox holds no readable JSON: {error}"[:300], bytes(row.body))
+    return found
+
+
+def refuse(connection: Connection, row: OutboxRow, why: str, body: bytes = b"") -> None:
+    """Record a message that can never be delivered, and delete its row."""
+    raw = body or json.dumps(row.body).encode()
+    record_rejected(connection, [Rejected(row.lane, "invalid_message", why, raw, row.message_id)])
+    forget(connection, [(row.message_id, row.attempts)])
 
 
 def row_of(row: Any) -> OutboxRow:

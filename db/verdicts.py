@@ -140,11 +140,12 @@ def settle(connection: Connection, settlement: Settlement) -> int:
     changed = write(connection, sorted(settlement.verdicts, key=lambda v: (v.submitted_at, v.pair_id)))
     forget(connection, settlement.done)
     retry(connection, settlement.retries)
+    for one in record_rejected(connection, settlement.rejected):
+        changed.setdefault(one.run_id, Counter())["rejected"] += one.pairs
     for run_id, count in sorted(changed.items(), key=str):
         if run_id is not None:
             counters = {status: count[status] for status in ("judged", "rejected", "failed")}
             connection.execute(text(COUNT_INTO_RUN), {"run_id": run_id, **counters})
-    record_rejected(connection, settlement.rejected)
     return sum(count["rows"] for count in changed.values())
 
 

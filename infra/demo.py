@@ -48,7 +48,7 @@ select pair_id, ref, text, label, p_entailment, p_contradiction, p_neutral, poli
 from verdict where run_id = :run_id and submitted_at = :submitted_at
 """
 
-out = Console(highlight=False, soft_wrap=True)
+out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 110)
 
 
 @dataclass(frozen=True)

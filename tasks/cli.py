@@ -38,7 +38,11 @@ cli.add_typer(db_cli, name="db")
 cli.add_typer(local_cli, name="local")
 cli.add_typer(weights_cli, name="weights")
 
-out, err = Console(soft_wrap=True, highlight=False), Console(stderr=True, soft_wrap=True, highlight=False)
+#: Columns of a table that is written to a file or a pipe.
+WIDTH = 120
+
+err = Console(stderr=True, soft_wrap=True, highlight=False)
+out = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else WIDTH)
 
 #: How often a waiting command looks at its run.
 WAIT_POLL_S = 0.5
@@ -335,6 +339,11 @@ def main() -> None:
         cli()
     except ConcordError as error:
         message = str(error)
+    except ModuleNotFoundError as error:
+        extra = "local" if error.name == "psutil" else "worker"
+        message = (
+            f"this command needs {error.name}, which is not installed: pip install '.[{extra}]' in Concord's folder"
+        )
     except SQLAlchemyError as error:
         message = explain(error)
     except BrokerAway as error:

@@ -23,7 +23,8 @@ from tasks.app import app
 from tasks.relay import Relay
 from tasks.scoring import load_moderator, make_store
 from tasks.settings import Settings, settings
-from tasks.settling import Case, MadeBy, Picture, Reading, outcome_of, patiently, persist, settlement_of, write
+from tasks.settling import Case, MadeBy, Picture, Reading, outcome_of, settlement_of
+from tasks.storing import patiently, persist, write
 from worker.batching import Batch, Delivery, MicroBatchTask, Outcome, is_stopping
 from worker.errors import CodedError, ConcordError, ErrorCode, Hold, MessageRejected, PairRejected, TryLater
 from worker.images import Fetched, ImageStore, decode
@@ -91,7 +92,19 @@ class Moderate(MicroBatchTask):
                 log.exception("a batch of %d messages failed; each is taken alone", len(batch.deliveries))
                 return [outcome for one in batch.split() for outcome in self.process(one)]
             log.exception("message %s failed alone", batch.deliveries[0].task_id)
-            return self.settle([crashed(batch.deliveries[0], self.line, error)], batch)
+            return self.settle_crashed(batch, error)
+
+    def settle_crashed(self, batch: Batch, error: Exception) -> list[Outcome]:
+        """One message on which this code failed: tried again, or, where not even that can be written, recorded."""
+        (delivery,) = batch.deliveries
+        try:
+            return self.settle([crashed(delivery, self.line, error)], batch)
+        except Hold:
+            raise
+        except Exception as worse:
+            log.exception("message %s cannot be put off either; it is recorded", delivery.task_id)
+            why = MessageRejected(ErrorCode.INTERNAL_ERROR, f"{type(worse).__name__}: {worse}"[:300])
+            return self.settle([Reading(delivery, rejected=why)], batch)
 
     def moderate(self, batch: Batch) -> list[Outcome]:
         """The flow."""
@@ -233,6 +246,13 @@ def set_up(chosen: Settings) -> Line:
 task = app.register_task(Moderate())
 
 
+def urgent_first(app: Any) -> None:
+    """Redis pops the first queue that has a message, in the order of -Q: make that the order of the lanes."""
+    chosen = list(app.amqp.queues.consume_from)
+    lanes = [lane for lane in task.lanes if lane in chosen]
+    app.amqp.queues.select([*lanes, *(queue for queue in chosen if queue not in lanes)])
+
+
 class LineStep(bootsteps.StartStopStep):  # type: ignore[misc]
     """Sets the line up before the worker takes its first message, and the relay beside it."""
 
@@ -243,6 +263,7 @@ class LineStep(bootsteps.StartStopStep):  # type: ignore[misc]
         try:
             chosen = settings()
             chosen.need("broker_url")
+            urgent_first(parent.app)
             task.line = set_up(chosen)
         except ConcordError as error:
             log.critical("the worker cannot start: %s", error)

@@ -15,7 +15,7 @@ from db.outbox import OutboxRow
 from db.runs import Run
 from tasks.submit import PAIRS_PER_MESSAGE, Lane, chunked, envelope
 from worker.errors import ConcordError, ErrorCode, PairRejected
-from worker.messages import Pair, as_uuid
+from worker.messages import MAX_NAME_CHARS, Pair, as_uuid, clean
 
 #: Ids of runs are derived under this name, so that the same file gives the same run on any machine.
 RUNS = UUID("6f0f3f2c-5b1e-4d0a-9a53-9c4f6c3c0d11")
@@ -52,8 +52,9 @@ def jsonl_rows(lines: TextIO) -> Iterator[Row]:
             row = json.loads(line)
             if not isinstance(row, dict):
                 raise ValueError("not a JSON object")
+            clean(row)  # Raises where it is nested deeper than Celery could carry it.
             yield row
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError, PairRejected) as error:
             detail = f"line {number} is not a pair ({error}): {line.strip()[:QUOTED_CHARS]}"
             yield PairRejected(ErrorCode.INVALID_PAIR, detail)
 
@@ -75,6 +76,8 @@ def csv_rows(lines: TextIO) -> Iterator[Row]:
 
 def begin(engine: Engine, path: Path, *, lane: Lane, source: str, again: str = "") -> Run:
     """The run of this file: a new one, or the one that the same command began earlier. `again` makes another."""
+    if not 1 <= len(source) <= MAX_NAME_CHARS:
+        raise FileWrong(f"--source is a name of 1 to {MAX_NAME_CHARS} characters")
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 from kombu.utils.encoding import bytes_to_str
 from sqlalchemy import Engine
@@ -22,7 +22,8 @@ from db import outbox, registry
 from db.engine import make_engine
 from db.outbox import LANES, LEASE_S, OutboxRow
 from tasks.app import app
-from tasks.submit import publish, queue_length
+from tasks.submit import publish, queue_length, redis_errors
+from worker.errors import first_line
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,8 @@ class Relay(threading.Thread):
         # A statement that outlives the lease would publish beside the next holder.
         self.engine: Engine = make_engine(database_url, pool_size=1, statement_timeout_s=LEASE_S - 5)
         self.windows, self.poll_s = windows, poll_s
-        self.holder = f"{socket.gethostname()}/{os.getpid()}"
+        # Containers may share a host's name and have equal pids.
+        self.holder = f"{socket.gethostname()}/{os.getpid()}/{uuid4().hex[:8]}"
         self.stopped = threading.Event()
         self.holds_lease = False
         self.missing: set[UUID] = set()
@@ -62,7 +64,7 @@ class Relay(threading.Thread):
                 pause = self.poll_s
             except Exception as error:
                 # Whatever is away comes back; the outbox keeps everything until then.
-                log.warning("the relay waits: %s", str(error).splitlines()[0][:300])
+                log.warning("the relay waits: %s", first_line(error))
                 pause = max(BACK_OFF_S, self.poll_s)
         self.give_up_lease()
 
@@ -77,7 +79,7 @@ class Relay(threading.Thread):
             with self.engine.begin() as connection:
                 outbox.drop_lease(connection, self.holder)
         except Exception as error:
-            log.warning("the lease is left to run out: %s", str(error).splitlines()[0][:300])
+            log.warning("the lease is left to run out: %s", first_line(error))
 
     def turn(self) -> None:
         """One round: renew the lease, publish what is due, look for what was lost."""
@@ -111,8 +113,21 @@ class Relay(threading.Thread):
             if not outbox.take_lease(connection, self.holder):
                 return 0
             rows = outbox.claim(connection, lane, room)
-        publish(sorted(rows, key=lambda row: row.message_id))
+        self.hand_over(sorted(rows, key=lambda row: row.message_id))
         return len(rows)
+
+    def hand_over(self, rows: Sequence[OutboxRow]) -> None:
+        """Publish each row; one that cannot be made a message is recorded, so that it holds nobody up."""
+        for row in rows:
+            try:
+                publish([row])
+            except redis_errors():
+                raise
+            except Exception as error:
+                log.exception("message %s cannot be published; it is recorded", row.message_id)
+                why = f"cannot be published: {first_line(error)}"
+                with self.engine.begin() as connection:
+                    outbox.refuse(connection, row, why)
 
     def publish_lost(self, now: float) -> None:
         """Publish again what was missing in two looks in a row."""
@@ -134,7 +149,7 @@ class Relay(threading.Thread):
             log.warning("Redis lost %d messages; they are published again", len(lost))
             with self.engine.begin() as connection:
                 rows: Sequence[OutboxRow] = outbox.claim_again(connection, lost)
-            publish(rows)
+            self.hand_over(rows)
 
 
 class InRedis:

@@ -44,7 +44,7 @@ class Settings(BaseSettings):
     )
     s3_endpoint_url: str | None = Field(None, description="An S3 that is not Amazon's")
     s3_allow_http: bool = Field(False, description="Allow an http:// S3 on another machine; on this one it always is")
-    s3_region: str = Field("us-east-1", description="S3 region")
+    s3_region: str | None = Field(None, description="S3 region; unset: the profile's, else us-east-1")
     s3_access_key_id: str | None = Field(None, description="Unset: boto3's own chain (profile, role, environment)")
     s3_secret_access_key: SecretStr | None = Field(None, description="Belongs to the key above")
     image_threads: int = Field(16, ge=1, description="Images fetched and decoded at a time, a worker process")

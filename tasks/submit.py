@@ -25,7 +25,8 @@ from db.engine import make_engine
 from db.outbox import OutboxRow
 from tasks.app import app
 from tasks.settings import settings
-from worker.messages import TASK_NAME, VERSION, Pair
+from worker.errors import first_line
+from worker.messages import MAX_NAME_CHARS, TASK_NAME, VERSION, Pair, clean
 
 __all__ = ["Pair", "Submission", "publish", "queue_length", "redis_errors", "submit"]
 
@@ -62,15 +63,21 @@ def submit(
     `live` pairs are published at once while Redis holds few of them, `bulk` ones by the relay. With `connection` the
     rows are part of the caller's own transaction and the relay publishes them after its commit. `expires_at`: pairs
     not judged by then are rejected as `expired`. `wants_result`: AsyncResult(message_id).get() returns the verdicts.
-    Raises SQLAlchemy's DBAPIError when the database is away: nothing was accepted then.
+    Raises ValueError or PairRejected for what no worker could read, SQLAlchemy's DBAPIError when the database is away:
+    either way nothing was accepted.
     """
     submitted_at = datetime.now(UTC)
     rows, pair_ids = [], []
     for chunk in chunked(pairs, PAIRS_PER_MESSAGE):
         numbered = [pair if pair.id else pair.model_copy(update={"id": uuid7()}) for pair in chunk]
-        body = envelope(uuid7(), submitted_at, [pair.model_dump(mode="json") for pair in numbered], source, fresh)
+        plain = [pair.model_dump(mode="json") for pair in numbered]
+        for pair in plain:
+            clean(pair)  # Raises where it is nested deeper than Celery could carry it.
+        body = envelope(uuid7(), submitted_at, plain, source, fresh)
         rows.append(OutboxRow(UUID(body["message_id"]), lane, body, expires_at=expires_at, wants_result=wants_result))
         pair_ids += [pair.id for pair in numbered if pair.id]
+    if len(set(pair_ids)) < len(pair_ids):
+        raise ValueError("an id stands twice among these pairs: each has one verdict, under its own id")
     if connection is not None:
         outbox.add(connection, rows)
     else:
@@ -90,7 +97,12 @@ def envelope(
     fresh: bool = False,
     run_id: UUID | None = None,
 ) -> dict[str, Any]:
-    """The JSON argument of the task, for pairs that may still be found wrong by the worker."""
+    """The JSON argument of the task, for pairs that may still be found wrong by the worker.
+
+    Raises ValueError for a source that no worker reads.
+    """
+    if not 1 <= len(source) <= MAX_NAME_CHARS:
+        raise ValueError(f"a source is a name of 1 to {MAX_NAME_CHARS} characters")
     return {
         "v": VERSION,
         "message_id": str(message_id),
@@ -125,11 +137,11 @@ def publish(rows: Sequence[OutboxRow]) -> None:
 
 
 def publish_accepted(rows: Sequence[OutboxRow]) -> None:
-    """Publish, or leave it to the relay, which finds what never reached Redis."""
+    """Publish, or leave it to the relay, which finds what never reached Redis. Whatever happens, they are accepted."""
     try:
         publish(rows)
-    except redis_errors() as error:
-        log.warning("Redis is away (%s); the relay will publish %d messages", type(error).__name__, len(rows))
+    except Exception as error:
+        log.warning("the relay will publish %d messages: %s", len(rows), first_line(error))
 
 
 def has_room(messages: int) -> bool:

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from itertools import count
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.batching import Lanes
+from worker.lanes import Lanes
 
 WAIT_S = 5.0
 
@@ -29,7 +30,7 @@ def test_a_batch_starts_as_soon_as_enough_pairs_are_held() -> None:
     assert buffers.take(0.0) is None
     buffers.add("live", "last", 1, 0.0)
     assert buffers.take(0.0) == ("live", ["live 0", "live 1", "live 2", "last"])
-    assert buffers.waiting == 0
+    assert buffers.pairs == {"live": 0, "bulk": 0}
 
 
 def test_a_batch_starts_when_the_oldest_message_has_waited_however_young_the_others_are() -> None:
@@ -176,7 +177,7 @@ def test_every_message_is_in_one_batch_in_its_lanes_order_and_no_more_batches_ru
         elif running:
             buffers.done(running.pop(int(str(value)) % len(running)))
         start_all()
-        assert buffers.waiting == sum(p for items in sent.values() for _, p in items) - sum(
+        assert sum(buffers.pairs.values()) == sum(p for items in sent.values() for _, p in items) - sum(
             p for items in got.values() for _, p in items
         )
     now += 1.0
@@ -185,3 +186,45 @@ def test_every_message_is_in_one_batch_in_its_lanes_order_and_no_more_batches_ru
         buffers.done(running.pop())
         start_all()
     assert got == sent
+
+
+def test_a_batch_that_hangs_is_watched_across_reconnects(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from worker import batching
+
+    timers: list[SimpleNamespace] = []
+
+    def call(_seconds: float, function: Any) -> SimpleNamespace:
+        entry = SimpleNamespace(function=function, cancelled=False)
+        entry.cancel = lambda: setattr(entry, "cancelled", True)
+        timers.append(entry)
+        return entry
+
+    pool = type("TaskPool", (), {"__module__": "celery.concurrency.thread"})()
+    queues = SimpleNamespace(consume_from={"live": 1, "bulk": 1})
+    timer = SimpleNamespace(call_repeatedly=call, call_after=call)
+    consumer = SimpleNamespace(
+        pool=pool, timer=timer, app=SimpleNamespace(amqp=SimpleNamespace(queues=queues)), task_consumer=None
+    )
+    exits: list[int] = []
+    monkeypatch.setattr(batching.os, "_exit", exits.append)
+    monkeypatch.setattr(batching.faulthandler, "dump_traceback", lambda **_: None)
+
+    class Hanging(batching.MicroBatchTask):
+        name = "hanging"
+
+    task = Hanging()
+    task.Strategy(task, None, consumer)
+    assert task._deliveries is not None
+    batch = batching.Batch("live", [])
+    batch.hang_clock.since = 0.0
+    task._deliveries.batches[id(batch)] = batch
+    task.Strategy(task, None, consumer)
+    for entry in timers:
+        if not entry.cancelled:
+            entry.function()
+    assert exits == [batching.EXIT_HUNG]
+    assert task._deliveries.lanes.inflight == {"live": 1, "bulk": 0}
+    task.finish(batch, [])
+    assert task._deliveries.lanes.inflight == {"live": 0, "bulk": 0}

@@ -13,6 +13,9 @@ from tests.submit_env import environment
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("worker", "tasks", "db", "infra")
 
+#: What the model and its quantization need: a machine for it has nothing else.
+MODEL = {"torch", "numpy", "PIL", "tokenizers", "safetensors", "worker.model", "worker.errors"}
+
 #: A module or package, and what it may import beside the standard library. The longest name that fits a module counts.
 RULES: dict[str, set[str]] = {
     "celeryconfig": {"kombu", "tasks.settings"},
@@ -20,8 +23,9 @@ RULES: dict[str, set[str]] = {
     "worker.errors": set(),
     "worker.messages": {"pydantic", "worker.errors"},
     "worker.kombu_guards": {"kombu"},
-    "worker.batching": {"celery", "kombu", "worker.errors", "worker.kombu_guards"},
-    "worker.model": {"torch", "numpy", "PIL", "tokenizers", "safetensors", "worker.model", "worker.errors"},
+    "worker.lanes": set(),
+    "worker.batching": {"celery", "kombu", "worker.errors", "worker.kombu_guards", "worker.lanes"},
+    "worker.model": MODEL,
     "worker.weights": {"modelscope", "safetensors", "torch", "worker.model", "worker.errors"},
     "worker.decode_image": {"PIL", "numpy", "worker.errors"},
     "worker.images": {"obstore", "boto3", "botocore", "PIL", "worker.decode_image", "worker.errors"},
@@ -30,10 +34,11 @@ RULES: dict[str, set[str]] = {
     "tasks": {"tasks.app"},
     "tasks.settings": {"pydantic", "pydantic_settings", "worker.errors"},
     "tasks.app": {"celery", "worker.kombu_guards"},
-    "tasks.submit": {"kombu", "sqlalchemy", "db", "tasks.app", "tasks.settings", "worker.messages"},
+    "tasks.submit": {"kombu", "sqlalchemy", "db", "tasks.app", "tasks.settings", "worker.errors", "worker.messages"},
     "tasks.pairs_file": {"sqlalchemy", "db", "tasks.submit", "worker.messages", "worker.errors"},
-    "tasks.relay": {"kombu", "sqlalchemy", "db", "tasks.app", "tasks.submit"},
-    "tasks.settling": {"sqlalchemy", "tenacity", "db", "tasks.settings", "worker"},
+    "tasks.relay": {"kombu", "sqlalchemy", "db", "tasks.app", "tasks.submit", "worker.errors"},
+    "tasks.settling": {"sqlalchemy", "db", "tasks.settings", "worker"},
+    "tasks.storing": {"sqlalchemy", "tenacity", "db", "worker.errors", "worker.messages"},
     "tasks.scoring": {"torch", "tasks.settings", "worker"},
     "tasks.moderate": {"torch", "celery", "sqlalchemy", "db", "tasks", "worker"},
     "tasks.cli": {"typer", "rich", "kombu", "sqlalchemy", "db", "tasks", "worker.errors", "worker.weights", "infra"},

@@ -1,6 +1,7 @@
 """The relay: one at a time, within Redis's window, and what Redis lost is published again, but never by age alone."""
 
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import UUID, uuid4
@@ -326,3 +327,21 @@ def test_what_is_published_is_what_was_accepted(relay: Relay, redis_url: str) ->
         (entry,) = [json.loads(raw) for raw in client.lrange("bulk", 0, -1)]
     message = app.connection_for_read().channel().message_to_python(entry)
     assert message.decode()[0] == [row.body]
+
+
+def test_the_relay_outlives_any_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.relay.BACK_OFF_S", 0.0)
+    relay = Relay("postgresql+psycopg://nobody@127.0.0.1:1/none", {"live": 1, "bulk": 1}, 0.0)
+    turns, twice = [], threading.Event()
+
+    def turn() -> None:
+        turns.append(1)
+        if len(turns) > 1:
+            twice.set()
+        raise MemoryError  # Its text is empty.
+
+    monkeypatch.setattr(relay, "turn", turn)
+    relay.start()
+    assert twice.wait(10)
+    relay.stop()
+    assert not relay.is_alive()

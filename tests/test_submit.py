@@ -15,11 +15,14 @@ import redis
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 
+from db import outbox
+from db.outbox import OutboxRow
 from tasks.app import app
 from tasks.submit import Pair, engine, queue_length, submit, uuid7
 from tests.conftest import Database
 from tests.shared import emptied_database
 from tests.submit_env import configured, environment
+from worker.errors import PairRejected
 from worker.messages import decode
 
 database = emptied_database
@@ -220,3 +223,28 @@ def test_a_base_install_submits_without_torch_or_any_other_extra(database: Datab
     done = subprocess.run([sys.executable, "-c", BASE_INSTALL], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert [entry["headers"]["id"] for entry in queued(redis_url)] == [done.stdout.strip()]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "options"),
+    [
+        ([{"id": "0192f0c1-2b7e-7000-8000-000000000001"}] * 2, {}),
+        ([{}], {"source": ""}),
+        ([{}], {"source": "s" * 201}),
+        ([{"attributes": {"a": json.loads("[" * 30 + "]" * 30)}}], {}),
+    ],
+    ids=["an id twice", "no source", "a long source", "nested too deep"],
+)
+def test_what_no_worker_could_store_is_refused_before_it_is_accepted(
+    producer: None, wrong: list[dict[str, Any]], options: dict[str, Any]
+) -> None:
+    given = [Pair(image="s3://shop/1.jpg", text="a shoe", **fields) for fields in wrong]
+    with pytest.raises((ValueError, PairRejected)):
+        submit(given, lane="bulk", **options)
+    assert rows() == []
+
+
+def test_more_messages_than_a_statement_has_parameters_for_are_accepted(producer: None) -> None:
+    messages = [OutboxRow(uuid7(), "bulk", {}) for _ in range(5_000)]
+    with engine().begin() as connection:
+        assert outbox.add(connection, messages) == len(messages)

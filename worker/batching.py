@@ -1,8 +1,7 @@
 """Micro-batches on Celery: messages of many producers are judged together and acknowledged one by one.
 
-Three parts, from pure to wired:
+`worker.lanes` decides when which messages become a batch. Here is what carries that out:
 
-- `Lanes` decides when which messages become a batch. No Celery, no clock of its own.
 - `Deliveries` lives on the worker's main thread (Celery's hub): it owns the lanes, the timer and every
   acknowledgement, and hands batches to the pool.
 - `MicroBatchTask` is what a task derives from: `process` gets a batch on a pool thread and says what became of each
@@ -18,11 +17,10 @@ import logging
 import os
 import sys
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Literal
 
 from celery import signals
 from celery.app.task import Task
@@ -31,8 +29,9 @@ from celery.worker.consumer import Consumer as CeleryConsumer
 from celery.worker.request import Request
 from celery.worker.strategy import hybrid_to_proto2, proto1_to_proto2
 
-from worker.errors import CodedError, ErrorCode, MessageRejected
+from worker.errors import CodedError, ErrorCode, Hold, MessageRejected
 from worker.kombu_guards import NOT_JSON
+from worker.lanes import Lanes
 
 log = logging.getLogger(__name__)
 
@@ -42,75 +41,6 @@ TOUCH_EVERY_S = 5.0
 WATCH_EVERY_S = 1.0
 #: Exit status of a worker that ended itself because a batch hung (sysexits.h: internal software error).
 EXIT_HUNG = 70
-
-T = TypeVar("T")
-
-
-class Lanes(Generic[T]):
-    """What waits to be batched, a buffer a lane, the urgent lane first.
-
-    A lane is due when it holds `max_pairs` or when its OLDEST message has waited `max_wait_s`. A batch takes whole
-    messages until it holds `max_pairs`; the last may overshoot. Every `bulk_every`-th batch goes to the last lane that
-    is due, so that a saturated urgent lane does not starve it; of `max_inflight` batches, one is kept for the first
-    lane.
-    """
-
-    def __init__(
-        self, names: Sequence[str], *, max_pairs: int, max_wait_s: float, max_inflight: int, bulk_every: int = 4
-    ) -> None:
-        self.max_pairs, self.max_wait_s, self.max_inflight = max_pairs, max_wait_s, max_inflight
-        self.bulk_every = bulk_every
-        self.buffers: dict[str, deque[tuple[T, int, float]]] = {name: deque() for name in names}
-        self.pairs: dict[str, int] = dict.fromkeys(names, 0)
-        self.inflight: dict[str, int] = dict.fromkeys(names, 0)
-        self.batches = 0
-
-    def add(self, lane: str, item: T, pairs: int, now: float) -> None:
-        """Append a message of `pairs` pairs that arrived at `now` (seconds of any steady clock)."""
-        self.buffers[lane].append((item, pairs, now))
-        self.pairs[lane] += pairs
-
-    @property
-    def waiting(self) -> int:
-        """Pairs that are in no batch yet."""
-        return sum(self.pairs.values())
-
-    def is_due(self, lane: str, now: float) -> bool:
-        buffer = self.buffers[lane]
-        return bool(buffer) and (self.pairs[lane] >= self.max_pairs or now >= buffer[0][2] + self.max_wait_s)
-
-    def has_slot(self, lane: str) -> bool:
-        """Whether another batch of this lane may start now."""
-        lanes = list(self.buffers)
-        kept_free = 1 if lane != lanes[0] and self.max_inflight > 1 and not self.inflight[lanes[0]] else 0
-        return sum(self.inflight.values()) + kept_free < self.max_inflight
-
-    def take(self, now: float) -> tuple[str, list[T]] | None:
-        """The next batch, or None; the caller says `done` when it has run."""
-        due = [lane for lane in self.buffers if self.is_due(lane, now) and self.has_slot(lane)]
-        if not due:
-            return None
-        self.batches += 1
-        lane = due[-1] if self.batches % self.bulk_every == 0 else due[0]
-        batch: list[T] = []
-        pairs = 0
-        buffer = self.buffers[lane]
-        while buffer and pairs < self.max_pairs:
-            item, size, _ = buffer.popleft()
-            batch.append(item)
-            pairs += size
-        self.pairs[lane] -= pairs
-        self.inflight[lane] += 1
-        return lane, batch
-
-    def done(self, lane: str) -> None:
-        """A batch of this lane has run."""
-        self.inflight[lane] -= 1
-
-    def wake_at(self) -> float | None:
-        """When a lane that has a slot becomes due by age; None when only an arrival or an end can change anything."""
-        ages = [b[0][2] + self.max_wait_s for lane, b in self.buffers.items() if b and self.has_slot(lane)]
-        return min(ages, default=None)
 
 
 @dataclass(eq=False)
@@ -128,7 +58,11 @@ class Delivery:
 
     @property
     def task_id(self) -> str | None:
-        return self.request.id if self.request else None
+        """Celery's id of the message, also of one that Celery could make nothing of."""
+        if self.request is not None:
+            return str(self.request.id)
+        named = (self.message.headers or {}).get("id")
+        return named if isinstance(named, str) else None
 
     @property
     def expires_at(self) -> datetime | None:
@@ -149,7 +83,7 @@ class Delivery:
 class Outcome:
     """What became of a message; every outcome but a raised exception is acknowledged."""
 
-    state: Literal["done", "failed", "retried", "parked", "withdrawn", "recorded"]
+    state: Literal["done", "failed", "retried", "parked", "withdrawn"]
     result: Any = None
     error: Exception | None = None
 
@@ -179,6 +113,10 @@ class Batch:
         finally:
             self.hang_clock.since = None
 
+    @property
+    def pairs(self) -> int:
+        return sum(delivery.pairs for delivery in self.deliveries)
+
     def split(self) -> list["Batch"]:
         """Its messages, each as a batch of its own under the same watch."""
         return [replace(self, deliveries=[delivery]) for delivery in self.deliveries]
@@ -195,17 +133,20 @@ def is_stopping() -> bool:
 class Deliveries:
     """The hub's side of one connection to the broker. Every method runs on the hub's thread."""
 
-    def __init__(self, task: "MicroBatchTask", consumer: Any) -> None:
+    def __init__(self, task: "MicroBatchTask", consumer: Any, batches: dict[int, Batch]) -> None:
+        """`batches` still run, though the connection that brought them is gone."""
         self.task, self.consumer = task, consumer
         names = [lane for lane in task.lanes if lane in consumer.app.amqp.queues.consume_from] or list(task.lanes)
         self.lanes: Lanes[Delivery] = Lanes(
             names, max_pairs=task.max_pairs, max_wait_s=task.max_wait_s, max_inflight=task.max_inflight
         )
         self.held_pairs = 0
-        self.batches: dict[int, Batch] = {}
+        self.batches = batches
+        for batch in batches.values():
+            self.lanes.inflight[batch.lane] += 1
+            self.held_pairs += batch.pairs
         self.closed = False
         self.wake_entry: Any = None
-        self.gated: set[int] = set()
         self.timers = [
             consumer.timer.call_repeatedly(WATCH_EVERY_S, self.watch),
             consumer.timer.call_repeatedly(TOUCH_EVERY_S, self.touch),
@@ -234,8 +175,8 @@ class Deliveries:
     def gate(self, channel: Any) -> None:
         """Stop popping while enough PAIRS are held: Celery's prefetch counts messages, of 1 to 256 pairs each."""
         qos = channel.qos
-        if id(qos) not in self.gated:
-            self.gated.add(id(qos))
+        if getattr(qos, "gated_by", None) is not self:
+            qos.gated_by = self
             can_consume, limit = qos.can_consume, self.task.max_pairs * (self.task.max_inflight + 1)
             qos.can_consume = lambda: not self.closed and self.held_pairs < limit and can_consume()
 
@@ -246,7 +187,7 @@ class Deliveries:
             for delivery in batch.deliveries:
                 delivery.withdrawn = withdrawn(delivery.request)
             self.batches[id(batch)] = batch
-            self.consumer.pool.apply_async(self.task.run, (batch, self), callback=lambda _: None)
+            self.consumer.pool.apply_async(self.task.run, (batch, self.consumer), callback=lambda _: None)
         if self.wake_entry is not None:
             self.wake_entry.cancel()
             self.wake_entry = None
@@ -257,18 +198,20 @@ class Deliveries:
 
     # -- out ------------------------------------------------------------------------------------------------------
 
-    def finish(self, batch: Batch, settled: Sequence[Delivery]) -> None:
+    def finish(self, batch: Batch, settled: Collection[Delivery]) -> None:
         """A batch has run: acknowledge what is settled, leave the rest to be delivered again.
 
         Called from `Hub.close()` too, while the worker shuts down, where raising would skip other batches' turns.
         """
         self.batches.pop(id(batch), None)
         self.lanes.done(batch.lane)
-        self.held_pairs -= sum(delivery.pairs for delivery in batch.deliveries)
+        self.held_pairs -= batch.pairs
         given_back = [delivery for delivery in batch.deliveries if delivery not in settled]
         try:
             acknowledge(settled, self.consumer)
-            for delivery in given_back:
+            # A worker that stops hands them on at once. One that goes on only stops touching them, so that what it
+            # cannot settle comes back after visibility_timeout, to whoever is free then, and not in a hot loop.
+            for delivery in given_back if is_stopping() else ():
                 delivery.message.reject_log_error(log, self.consumer.connection_errors, requeue=True)
         except Exception:
             log.exception("could not acknowledge %d messages; they will be delivered again", len(batch.deliveries))
@@ -279,7 +222,8 @@ class Deliveries:
         try:
             messages = [delivery.message for delivery in self.in_hand()]
             if messages:
-                channel = messages[0].channel
+                # Tags are global: those of messages that came over an earlier connection are touched here as well.
+                channel = self.consumer.task_consumer.channel
                 tags = {message.delivery_tag: time.time() for message in messages}
                 with channel.conn_or_acquire() as client:
                     client.zadd(channel.qos.unacked_index_key, tags, xx=True)
@@ -315,7 +259,7 @@ def withdrawn(request: Request | None) -> Literal["expired", "revoked"] | None:
     return "revoked" if request.id in worker_state.revoked else None
 
 
-def acknowledge(deliveries: Sequence[Delivery], consumer: Any) -> None:
+def acknowledge(deliveries: Collection[Delivery], consumer: Any) -> None:
     """One round trip for a whole batch. Tags are global in Redis, so a channel made since serves as well."""
     messages = [d.message for d in deliveries if not d.message.acknowledged]
     if not messages:
@@ -360,9 +304,11 @@ class MicroBatchTask(Task):
             raise SystemExit(
                 "concord's worker runs its batches on threads: start it with --pool threads, or without --pool"
             )
+        running: dict[int, Batch] = {}
         if self._deliveries is not None:
             self._deliveries.close()
-        deliveries = self._deliveries = Deliveries(self, consumer)
+            running = self._deliveries.batches
+        deliveries = self._deliveries = Deliveries(self, consumer, running)
 
         def on_message(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **_: Any) -> None:
             try:
@@ -378,23 +324,30 @@ class MicroBatchTask(Task):
 
         return on_message
 
-    def run(self, batch: Batch, deliveries: Deliveries) -> None:
+    def finish(self, batch: Batch, settled: Collection[Delivery]) -> None:
+        """On the hub: by way of the connection that is up now, which may not be the one that brought the batch."""
+        assert self._deliveries is not None
+        self._deliveries.finish(batch, settled)
+
+    def run(self, batch: Batch, consumer: Any) -> None:
         """A batch on a pool thread; never raises."""
-        settled: list[Delivery] = []
+        settled: dict[Delivery, None] = {}
         try:
             for delivery in batch.deliveries:
                 if delivery.request is not None:
                     delivery.request.on_accepted(os.getpid(), batch.started_at)
             outcomes = self.process(batch)
             for delivery, outcome in zip(batch.deliveries, outcomes, strict=True):
-                settled.append(delivery)
+                settled[delivery] = None
                 self.report(delivery, outcome, time.monotonic() - batch.started_at)
+        except Hold as error:
+            log.warning("a batch of %d messages is given back: %s", len(batch.deliveries), error)
         except BaseException as error:
             log.exception("a batch of %d messages is given back: %s", len(batch.deliveries), error)
         for delivery in batch.deliveries:
             if delivery.request is not None:
                 worker_state.task_ready(delivery.request, successful=delivery in settled)
-        deliveries.consumer.call_soon(deliveries.finish, batch, settled)
+        consumer.call_soon(self.finish, batch, settled)
 
     def report(self, delivery: Delivery, outcome: Outcome, runtime_s: float) -> None:
         """What Celery's users see: result backend, events, signals.
@@ -444,6 +397,8 @@ def read_delivery(message: Any, body: Any, task: Task, app: Any, consumer: Any) 
         message, app=app, hostname=consumer.hostname, eventer=consumer.event_dispatcher, task=task, utc=utc,
         connection_errors=consumer.connection_errors, body=body or message.body, headers=headers, decoded=decoded,
     )  # fmt: skip
+    if not (isinstance(request.id, str) and request.id.isprintable()):
+        raise ValueError("its id is not plain text")
     args, kwargs, embed = request._payload
     delivery = Delivery(message, lane_of(message), request=request)
     if len(args) != 1 or kwargs:

@@ -89,3 +89,9 @@ class Hold(ConcordError):
 
 class CheckpointRefused(ConcordError):
     """The checkpoint cannot be loaded."""
+
+
+def first_line(error: BaseException | None) -> str:
+    """What an error says, in one line of a log or of a row."""
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:300]

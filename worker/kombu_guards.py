@@ -8,10 +8,13 @@ import base64
 import json
 import logging
 import uuid
+from functools import partial
 from typing import Any
 
 import kombu
+from kombu.serialization import register
 from kombu.transport import redis as transport
+from kombu.utils.json import dumps, loads
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +30,8 @@ def install() -> None:
         guard_restore()
     if not hasattr(transport.Transport._deliver, "guarded"):
         guard_entries()
+    # JSON as it stands: kombu would make objects of {"__type__": ..., "__value__": ...}, which a pair may hold.
+    register("json", dumps, partial(loads, object_hook=None), "application/json", "utf-8")
 
 
 def guard_restore() -> None:
@@ -80,7 +85,10 @@ def is_message(entry: object) -> bool:
     info, encoding = properties.get("delivery_info"), properties.get("body_encoding")
     if not isinstance(info, dict) or not {"exchange", "routing_key"} <= info.keys():
         return False
-    if not isinstance(properties.get("delivery_tag"), str) or not isinstance(entry.get("headers") or {}, dict):
+    headers = entry.get("headers") or {}
+    if not isinstance(properties.get("delivery_tag"), str) or not isinstance(headers, dict):
+        return False
+    if not isinstance(headers.get("task", ""), str):
         return False
     if not isinstance(body or "", str) or encoding not in (None, "utf-8", "base64"):
         return False

@@ -35,7 +35,10 @@ MAX_CLOCK_AHEAD = timedelta(hours=1)
 MAX_ATTRIBUTE_DEPTH = 20
 REPLACEMENT = "\ufffd"
 
-Name = Annotated[str, StringConstraints(min_length=1, max_length=200)]
+#: Characters of a source or of a policy's name.
+MAX_NAME_CHARS = 200
+
+Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
 def read_time(value: object) -> object:

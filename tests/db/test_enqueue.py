@@ -129,6 +129,14 @@ def test_what_is_rolled_back_was_never_accepted(engine: Engine, connection: Conn
         ({"pairs": None}, "bulk", "22023"),
         ({"pairs": ["s3://shop/1.jpg"]}, "bulk", "22023"),
         ([PAIR, {**PAIR, "id": "sku-1"}], "bulk", "22P02"),
+        ([{**PAIR, "id": "0192f0c1-2b7e-7000-8000-000000000001"}] * 2, "bulk", "22023"),
+        ({**PAIR, "attributes": {"a": json.loads("[" * 30 + "]" * 30)}}, "bulk", "22023"),
+        ({**PAIR, "attributes": {"a": 10**400}}, "bulk", "22023"),
+        ({"source": "", "pairs": [PAIR]}, "bulk", "22023"),
+        ({"source": 5, "pairs": [PAIR]}, "bulk", "22023"),
+        ({"source": "s" * 201, "pairs": [PAIR]}, "bulk", "22023"),
+        ({"fresh": "yes", "pairs": [PAIR]}, "bulk", "22023"),
+        ({"run_id": "tonight", "pairs": [PAIR]}, "bulk", "22P02"),
     ],
 )
 def test_what_is_no_pair_is_refused_at_once_and_leaves_nothing(

@@ -1,15 +1,17 @@
-"""What each login may do: workers write verdicts and settle the outbox, producers call `enqueue` and nothing else."""
+"""What each login may do: workers write verdicts and settle the outbox, producers hand over and read nothing."""
 
 import secrets
 from collections.abc import Iterator
 from typing import Any
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import pytest
 from sqlalchemy import Engine, create_engine, make_url, text
 from sqlalchemy.exc import ProgrammingError
 
+from db import outbox
 from db.engine import make_engine
+from db.outbox import OutboxRow
 from tests.conftest import Database, _database
 
 INSUFFICIENT_PRIVILEGE = "42501"
@@ -101,6 +103,13 @@ def test_a_producer_can_enqueue(producer: Engine, worker: Engine) -> None:
         assert connection.execute(text("select count(*) from outbox")).scalar_one() == 1
 
 
+def test_a_producer_can_write_to_the_outbox_as_submit_does(producer: Engine, worker: Engine) -> None:
+    with producer.begin() as connection:
+        assert outbox.add(connection, [OutboxRow(uuid4(), "bulk", {})]) == 1
+    with worker.connect() as connection:
+        assert connection.execute(text("select count(*) from outbox")).scalar_one() == 1
+
+
 @pytest.mark.parametrize(
     "statement",
     [
@@ -108,7 +117,8 @@ def test_a_producer_can_enqueue(producer: Engine, worker: Engine) -> None:
             f"select * from {table}"
             for table in ("verdict", "outbox", "run", "policy", "model_version", "rejected_message", "relay_lease")
         ),
-        "insert into outbox (message_id, lane, body) values (new_uuid7(), 'live', '')",
+        "select body from outbox",
+        "update outbox set lane = 'live'",
         "delete from outbox",
         "select make_verdict_partitions()",
         "create table mine (id int)",

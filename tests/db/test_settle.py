@@ -17,7 +17,7 @@ from db import outbox, runs, verdicts
 from db.engine import make_engine
 from db.outbox import Rejected
 from db.verdicts import Settlement, settle
-from tasks.settling import persist, write
+from tasks.storing import persist, write
 from tests.conftest import Database
 from tests.db.rows import THIS_MONTH, a_run, all_of, failed, judged, message, model, pair_id, rejected
 from tests.shared import emptied_database

@@ -15,7 +15,7 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from db import outbox
 from db.engine import Trouble, make_engine, trouble
-from tasks.settling import persist
+from tasks.storing import persist
 from tests.conftest import Database, _database
 from tests.db.rows import message
 from worker.errors import Hold

@@ -84,3 +84,27 @@ def test_a_server_that_goes_away_is_waited_for_and_no_attempts_are_spent(
     assert {row["attempts"] for row in rows.values()} == {0}
     eventually(site.outbox_is_empty, "an empty outbox")
     assert worker.process.poll() is None
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_postgres_that_is_read_only_for_a_while_is_waited_for(site: Site, stack: Any, worker: Worker) -> None:
+    from infra.local.postgres import OWNER
+
+    def set_read_only(value: str) -> None:
+        with stack.postgres.connect(OWNER, "line") as connection:
+            connection.autocommit = True
+            connection.execute("set default_transaction_read_only = off")
+            connection.execute(f"alter database line set default_transaction_read_only = {value}")
+        others = "datname = 'line' and pid <> pg_backend_pid() and usename = current_user"
+        site.query(f"select pg_terminate_backend(pid) from pg_stat_activity where {others}")
+
+    pair_id, said = uuid4(), len(worker.lines)
+    set_read_only("on")
+    try:
+        pair = {"id": str(pair_id), "ref": "failover", "image": PICTURE, "text": "a red shoe"}
+        app.send_task(TASK_NAME, args=[message([pair])], queue="live")
+        eventually(lambda: any("trying again" in line for line in worker.lines[said:]), "a worker that waits")
+    finally:
+        set_read_only("off")
+    row = site.verdicts([pair_id])["failover"]
+    assert (row["status"], row["attempts"]) == ("judged", 0)

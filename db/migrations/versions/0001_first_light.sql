@@ -259,6 +259,22 @@ begin
             or jsonb_path_exists(pairs, 'strict $[*] ? (@.type() != "object")') then
         raise exception 'enqueue takes one pair, a list of pairs, or {"pairs": [...]}' using errcode = '22023';
     end if;
+    -- Python, which reads the message, takes no deeper nesting and no longer numbers than these.
+    if jsonb_path_exists(pairs, '$.**{24}')
+            or jsonb_path_exists(pairs, '$.** ? (@.type() == "number" && (@ > 1e308 || @ < -1e308))') then
+        raise exception 'a pair is nested deeper than 20, or holds a number beyond 1e308' using errcode = '22023';
+    end if;
+    -- What is wrong with one pair is that pair's verdict; what is wrong with the envelope would take all of them along.
+    if jsonb_path_exists(envelope, '$.source ? (@.type() != "string" || @ == "")')
+            or length(envelope ->> 'source') > 200
+            or jsonb_path_exists(envelope, '$.fresh ? (@.type() != "boolean")') then
+        raise exception 'source is a name of 1 to 200 characters, fresh is true or false' using errcode = '22023';
+    end if;
+    perform (envelope ->> 'run_id')::uuid;
+    if (select count(p ->> 'id') > count(distinct (p ->> 'id')::uuid) from jsonb_array_elements(pairs) as p) then
+        raise exception 'an id stands twice among these pairs: each has one verdict, under its own id'
+            using errcode = '22023';
+    end if;
     if lane not in ('live', 'bulk') then
         raise exception 'lane % is neither live nor bulk', lane using errcode = '22023';
     end if;
@@ -300,3 +316,5 @@ grant select, update on relay_lease to concord_worker;
 grant select on policy, alembic_version to concord_worker;
 grant execute on function enqueue(jsonb, text), make_verdict_partitions(integer) to concord_worker;
 grant execute on function enqueue(jsonb, text) to concord_producer;
+-- What tasks.submit writes; message_id, to learn which rows were new.
+grant insert, select (message_id) on outbox to concord_producer;
