@@ -2,6 +2,7 @@
 # make test   set up, lint, test against the same kind of servers
 # make lint   ruff and mypy alone
 # make slow   the tests that take minutes or gigabytes
+# make bench  what each precision costs and buys, measured anew into docs/benchmarks: ten minutes of an idle machine
 # make clean  stop the local servers; delete them, their data and the virtual environment
 #
 # PYTHON=python3.12 make ...   chooses the Python that .venv is made with (3.11 or newer)
@@ -10,7 +11,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint slow clean venv
+.PHONY: demo test lint slow bench clean venv
 
 demo: venv
 	@$(BIN)/python -m infra.demo
@@ -24,6 +25,9 @@ lint: venv
 
 slow: venv
 	@$(BIN)/python -m pytest -m slow
+
+bench: venv
+	@$(BIN)/python -m infra.bench.precision --out docs/benchmarks
 
 # Takes no time when .venv is there and was made for pyproject.toml and constraints.txt as they are.
 venv:

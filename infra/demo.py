@@ -26,7 +26,7 @@ from sqlalchemy import text
 from infra.local import Addresses, Stack
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
-WEIGHTS = DEMO_MODEL / "weights"
+WEIGHTS = DEMO_MODEL / "awq-int4"
 HELDOUT = DEMO_MODEL / "heldout.jsonl"
 ACCURACY_WANTED = 0.90
 SHOWN_MISMATCHES = 5
@@ -170,7 +170,6 @@ def judge(file: Path, pairs: list[dict[str, Any]]) -> Outcome:
 
 def show(outcome: Outcome) -> None:
     """The tables: labels, a few mismatches, decisions."""
-    verdicts = {str(row["pair_id"]): row for row in outcome.rows}
     labels = Table("label", "pairs", "judged so", "accuracy", title="Labels against the known truth")
     truth, found = Counter(outcome.truth.values()), Counter(row["label"] for row in outcome.rows)
     for label, accuracy in outcome.accuracy.items():
@@ -178,14 +177,12 @@ def show(outcome: Outcome) -> None:
         labels.add_row(label, str(truth[label]), str(found[label]), f"{accuracy:.3f}", style=style)
     out.print(labels)
 
-    wrong = [row for pair_id, row in verdicts.items() if row["label"] != outcome.truth.get(pair_id)]
-    closest = sorted((row for row in outcome.rows if row["label"]), key=confidence)
-    shown = wrong[:SHOWN_MISMATCHES] or closest[:SHOWN_MISMATCHES]
+    wrong = mismatches(outcome)
     table = Table("ref", "text", "truth", "judged", "entail", "contra", "neutral")
     for column in (0, 2, 3):
         table.columns[column].no_wrap = True
     table.title = f"{len(wrong)} mismatches" if wrong else "No mismatches; these were the closest calls"
-    for row in shown:
+    for row in shown_pairs(outcome):
         scores = (row[name] for name in PROBABILITIES)
         judged = row["label"] or row["error_code"]
         truth_of = outcome.truth[str(row["pair_id"])]
@@ -204,6 +201,16 @@ def show(outcome: Outcome) -> None:
     )
 
 
+def mismatches(outcome: Outcome) -> list[dict[str, Any]]:
+    return [row for row in outcome.rows if row["label"] != outcome.truth.get(str(row["pair_id"]))]
+
+
+def shown_pairs(outcome: Outcome) -> list[dict[str, Any]]:
+    """A few mismatches, or, where there are none, the closest calls."""
+    closest = sorted((row for row in outcome.rows if row["label"]), key=confidence)
+    return (mismatches(outcome) or closest)[:SHOWN_MISMATCHES]
+
+
 def confidence(row: dict[str, Any]) -> float:
     """How far the winning label is ahead of the next."""
     *_, second, first = sorted(row[name] for name in PROBABILITIES)
@@ -212,8 +219,7 @@ def confidence(row: dict[str, Any]) -> float:
 
 def say_what_next(file: Path, outcome: Outcome, kept: bool) -> None:
     """Commands that work when they are pasted, in this order."""
-    verdicts = {str(row["pair_id"]): row for row in outcome.rows}
-    odd = [row for pair_id, row in verdicts.items() if row["label"] != outcome.truth[pair_id]] or outcome.rows
+    odd = shown_pairs(outcome)
     commands = [] if kept else [(".venv/bin/concord local up", "opens the same data again")]
     if odd:
         commands.append((f".venv/bin/concord verdict --source demo --ref {odd[0]['ref']}", "everything about one pair"))

@@ -22,6 +22,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from db import outbox, registry, runs, verdicts
 from db.engine import Trouble, trouble
 from db.runs import Run
+from tasks import precision
 from tasks.settings import settings
 from worker.errors import ConcordError, PairRejected
 
@@ -34,6 +35,8 @@ cli = typer.Typer(
 db_cli = typer.Typer(no_args_is_help=True, help="The database's tables.")
 local_cli = typer.Typer(no_args_is_help=True, help="Postgres, Redis and S3 on this machine, for trying Concord out.")
 weights_cli = typer.Typer(no_args_is_help=True, help="Checkpoints from the model hub.")
+for command in (precision.quantize, precision.compare, precision.tune):
+    cli.command()(command)
 cli.add_typer(db_cli, name="db")
 cli.add_typer(local_cli, name="local")
 cli.add_typer(weights_cli, name="weights")
@@ -305,7 +308,11 @@ def weights_fetch(
         )
     labels = dict(pair.rpartition("=")[::2] for pair in label or [])
     fetch(model_id, revision, into, labels=labels or None)
-    out.print(f"{model_id} at {revision} is in {into}. Workers load it with CONCORD_MODEL_DIR={into}", markup=False)
+    out.print(
+        f"{model_id} at {revision} is in {into}. Next: "
+        f"concord quantize --model {into} --calibration PAIRS.jsonl --out {into}-awq-int4",
+        markup=False,
+    )
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from db import registry
 from db.engine import make_engine
 from tasks.app import app
 from tasks.relay import Relay
-from tasks.scoring import load_moderator, make_store
+from tasks.scoring import make_store, worker_moderator
 from tasks.settings import Settings, settings
 from tasks.settling import Case, MadeBy, Picture, Reading, outcome_of, settlement_of
 from tasks.storing import patiently, persist, write
@@ -217,7 +217,7 @@ def set_up(chosen: Settings) -> Line:
     if chosen.torch_threads:
         torch.set_num_threads(chosen.torch_threads)
     store = make_store(chosen)
-    moderator = load_moderator(chosen.model_dir, chosen.device)
+    moderator = worker_moderator(chosen)
     moderator.warm_up()
     checkpoint = moderator.checkpoint
     engine = make_engine(chosen.need("database_url"), pool_size=chosen.max_inflight + 2)

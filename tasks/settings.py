@@ -7,7 +7,7 @@ A setting `max_pairs` is the variable CONCORD_MAX_PAIRS, or a line of the file t
 import os
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -54,6 +54,10 @@ class Settings(BaseSettings):
     exact_images: bool = Field(False, description="Decode very large JPEGs at full size, as the reference does")
 
     model_dir: Path | None = Field(None, description="Checkpoint folder; unset: the demo model, with a warning")
+    recipe: Literal["fp32", "fp16", "bf16"] | None = Field(
+        None,
+        description="Run a checkpoint that is not quantized as it is, in this precision; unset: it must be quantized",
+    )
     device: str = Field("auto", description="cuda, cuda:1, cpu; auto: the first GPU, else the CPU")
     torch_threads: int = Field(0, ge=0, description="Threads of torch on the CPU; 0: torch decides")
 

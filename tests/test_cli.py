@@ -28,8 +28,10 @@ from tests.submit_env import configured
 
 database = emptied_database
 
-COMMANDS = ("score", "submit", "verdict", "status", "db upgrade", "local up", "local down", "local status",
-            "weights fetch")  # fmt: skip
+COMMANDS = (
+    "quantize", "compare", "tune", "score", "submit", "verdict", "status",
+    "db upgrade", "local up", "local down", "local status", "weights fetch",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

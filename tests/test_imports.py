@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OURS = ("worker", "tasks", "db", "infra")
 
 #: What the model and its quantization need: a machine for it has nothing else.
-MODEL = {"torch", "numpy", "PIL", "tokenizers", "safetensors", "worker.model", "worker.errors"}
+MODEL = {"torch", "numpy", "PIL", "tokenizers", "safetensors", "worker.model", "worker.quant", "worker.errors"}
 
 #: A module or package, and what it may import beside the standard library. The longest name that fits a module counts.
 RULES: dict[str, set[str]] = {
@@ -26,10 +26,12 @@ RULES: dict[str, set[str]] = {
     "worker.lanes": set(),
     "worker.batching": {"celery", "kombu", "worker.errors", "worker.kombu_guards", "worker.lanes"},
     "worker.model": MODEL,
+    "worker.quant": MODEL,
     "worker.weights": {"modelscope", "safetensors", "torch", "worker.model", "worker.errors"},
     "worker.decode_image": {"PIL", "numpy", "worker.errors"},
     "worker.images": {"obstore", "boto3", "botocore", "PIL", "worker.decode_image", "worker.errors"},
-    "worker.moderator": {"torch", "PIL", "worker.model", "worker.messages", "worker.errors"},
+    "worker.moderator": {"torch", "PIL", "worker.model", "worker.quant", "worker.messages", "worker.errors"},
+    "worker.compare": {"rich", "worker.compare", "worker.moderator"} | MODEL,
     "db": {"sqlalchemy", "psycopg", "alembic", "db"},
     "tasks": {"tasks.app"},
     "tasks.settings": {"pydantic", "pydantic_settings", "worker.errors"},
@@ -39,7 +41,16 @@ RULES: dict[str, set[str]] = {
     "tasks.relay": {"kombu", "sqlalchemy", "db", "tasks.app", "tasks.submit", "worker.errors"},
     "tasks.settling": {"sqlalchemy", "db", "tasks.settings", "worker"},
     "tasks.storing": {"sqlalchemy", "tenacity", "db", "worker.errors", "worker.messages"},
-    "tasks.scoring": {"torch", "tasks.settings", "worker"},
+    "tasks.scoring": {"torch", "tasks.settings", "tasks.pairs_file", "worker"},
+    "tasks.precision": {
+        "typer",
+        "rich",
+        "tasks.settings",
+        "tasks.scoring",
+        "worker.quant",
+        "worker.compare",
+        "worker.errors",
+    },
     "tasks.moderate": {"torch", "celery", "sqlalchemy", "db", "tasks", "worker"},
     "tasks.cli": {"typer", "rich", "kombu", "sqlalchemy", "db", "tasks", "worker.errors", "worker.weights", "infra"},
     "infra.local": {"psutil", "psycopg", "redis", "boto3", "botocore", "infra.local", "worker.errors"},

@@ -28,6 +28,7 @@ def site(stack: Any, _migrated: str, tmp_path_factory: pytest.TempPathFactory) -
         "s3_secret_access_key": stack.s3.secret_access_key,
         "allowed_buckets": "line",
         "model_dir": str(write_checkpoint(tmp_path_factory.mktemp("model") / "mini")),
+        "recipe": "fp32",
         "device": "cpu",
         "torch_threads": "1",
         "relay_poll_ms": "100",

@@ -69,7 +69,7 @@ def test_a_verdict_says_by_what_it_was_made(site: Site) -> None:
     pairs = [Pair(ref="made", image="s3://line/big.jpg", text="A Red-Shoe", premise="a shop", attributes={"x": 1})]
     row = site.verdicts(submit(pairs).pair_ids)["made"]
     model = site.query("select * from model_version where id = :id", id=row["model_version_id"])[0]
-    assert (model["image_px"], model["recipe"]) == (96, "none")
+    assert (model["image_px"], model["recipe"]) == (96, "fp32")
     assert model["answers"] == {"yes": "entailment", "no": "contradiction", "maybe": "neutral"}
     assert row["text"] == "A Red-Shoe"
     assert row["text_scored"] == "a red shoe"

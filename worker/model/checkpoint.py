@@ -2,7 +2,8 @@
 
 A directory holds `configuration.json`, `config.json`, `vocab.json`, `merges.txt`, the answers file that the
 configuration names, and the weights as `model.safetensors` or `pytorch_model.bin`. An optional manifest,
-`concord.json`, holds the files' sha256, the model's name, revision and recipe, and what each answer means:
+`concord.json`, holds the files' sha256, the model's name, revision and recipe, and what each answer means; where the
+weights are quantized, also how (worker/quant/stored.py):
 
     {"format": 1, "name": "owner/model", "revision": "v1.0.1", "recipe": "none",
      "files": {"model.safetensors": "<sha256>", ...}, "labels": {"yes": "entailment", ...}}
@@ -16,7 +17,7 @@ import json
 import pickle
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, cast, get_args
 
@@ -29,6 +30,16 @@ from worker.model.config import Configuration, OFAConfig, refuse_code
 from worker.model.decode import Answers
 from worker.model.ofa import OFA, image_buckets, token_buckets
 from worker.model.tokenizer import Tokenizer
+from worker.quant.stored import (
+    REFERENCE,
+    REFERENCE_PICTURES,
+    Quantization,
+    ReferencePair,
+    hollow,
+    lay_out,
+    make_dense,
+    read_reference,
+)
 
 Label = Literal["entailment", "contradiction", "neutral"]
 
@@ -87,6 +98,7 @@ class Checkpoint:
     name: str
     revision: str
     recipe: str
+    quantization: Quantization | None = field(default=None, repr=False)  # None where weights are as they were trained
 
 
 @dataclass(frozen=True)
@@ -98,10 +110,21 @@ class Manifest:
     recipe: str = UNQUANTIZED
     files: Mapping[str, str] | None = None  # name -> sha256
     labels: Mapping[str, str] = field(default_factory=dict)
+    quantization: Mapping[str, Any] | None = None
 
 
-def load(directory: str | Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Checkpoint:
-    """Load the checkpoint in `directory` onto `device`, its weights as `dtype`.
+def load(
+    directory: str | Path,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    *,
+    dequantize: bool = False,
+) -> Checkpoint:
+    """Load the checkpoint in `directory` onto `device`, to compute in `dtype`.
+
+    Without a `dtype` it is the recipe's, which is float32 for all but `fp16` and `bf16`. Quantized Linears stay
+    quantized unless `dequantize` asks for plain ones with the same weights; their layout is made for `device` and
+    `dtype`, so such a model is not moved later.
 
     Raises CheckpointRefused, with a sentence that names the file or key, for whatever is missing, of the wrong shape or
     hash, not computed here, or not safe to read.
@@ -121,21 +144,32 @@ def load(directory: str | Path, device: torch.device | str = "cpu", dtype: torch
     labels = _read_labels(answers.names, files.manifest.labels)
     # The longest prompt with its begin and end, or with the part of an answer that is read after it.
     _check_length(config, configuration.max_src_length + 1 + max(1, answers.depth))
+    manifest = files.manifest
+    quantization = Quantization.from_manifest(manifest.recipe, manifest.quantization)
     weights, digest = files.weights()
-    state = network_state(weights, config, configuration.max_src_length)
     with torch.device("meta"):
         model = OFA(config)
-    for name in model.state_dict():
+        if quantization is not None:
+            hollow(model, quantization, weights)
+    expected = model.state_dict()
+    state = network_state(weights, config, configuration.max_src_length, expected)
+    for name in expected:
         if name.endswith(".num_batches_tracked"):
             state[name] = torch.tensor(0)
     # Batch norms are folded in float32 whatever the final precision is, so that it is rounded only once.
-    state = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    state = {name: tensor.to(expected[name].dtype) for name, tensor in state.items()}
     model.load_state_dict({**state, TIED[0]: state[TOKENS]}, assign=True)
-    model = model.fold().to(device=device, dtype=dtype)
-    manifest = files.manifest
+    model = model.fold()
+    if quantization is not None:
+        if dequantize:
+            make_dense(model)
+        dtype = dtype or quantization.recipe.compute
+        quantization = replace(quantization, reference=_read_reference(files, answers))
+    model = model.to(device=device, dtype=dtype or torch.float32)
+    lay_out(model)
     return Checkpoint(
         model, tokenizer, config, configuration, answers, labels,
-        digest, manifest.name, manifest.revision, manifest.recipe,
+        digest, manifest.name, manifest.revision, manifest.recipe, quantization,
     )  # fmt: skip
 
 
@@ -223,15 +257,23 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def network_state(weights: Mapping[str, Tensor], config: OFAConfig, longest_text: int) -> dict[str, Tensor]:
+def network_state(
+    weights: Mapping[str, Tensor],
+    config: OFAConfig,
+    longest_text: int,
+    expected: Mapping[str, Tensor] | None = None,
+) -> dict[str, Tensor]:
     """Pick from a checkpoint's tensors those that the network holds, each once.
+
+    `expected` has the names, shapes and types that the network holds, where it is not as it was trained.
 
     What a checkpoint repeats (tied embeddings) or could be computed (position buckets up to `longest_text` tokens) must
     agree; what the network has no use for is dropped. Raises CheckpointRefused naming a key that is missing, unknown,
     of the wrong shape, not finite, or in disagreement.
     """
-    with torch.device("meta"):
-        expected = OFA(config).state_dict()
+    if expected is None:
+        with torch.device("meta"):
+            expected = OFA(config).state_dict()
     counters = {name for name in expected if name.endswith(".num_batches_tracked")}
     state = {name: tensor for name, tensor in weights.items() if name in expected and name not in (*counters, *TIED)}
     for name, tensor in weights.items():
@@ -254,7 +296,8 @@ def network_state(weights: Mapping[str, Tensor], config: OFAConfig, longest_text
         if tensor.shape != expected[name].shape:
             found, wanted = tuple(tensor.shape), tuple(expected[name].shape)
             raise CheckpointRefused(f"{name} has the shape {found} where config.json calls for {wanted}.")
-        if not tensor.is_floating_point() or not tensor.isfinite().all():
+        floating = expected[name].is_floating_point() and tensor.is_floating_point()
+        if not (floating or tensor.dtype == expected[name].dtype) or not tensor.isfinite().all():
             raise CheckpointRefused(f"{name} holds values that are not finite numbers.")
     return state
 
@@ -342,6 +385,15 @@ def _read_labels(answers: tuple[str, ...], given: Mapping[str, str]) -> tuple[La
     return tuple(labels)
 
 
+def _read_reference(files: Files, answers: Answers) -> tuple[ReferencePair, ...]:
+    """The reference pairs of quantized weights; a checkpoint that is just being made has none yet."""
+    if not files.has(REFERENCE):
+        return ()
+    values = files.json_object(REFERENCE)
+    path, _ = files.checked(REFERENCE_PICTURES)
+    return read_reference(values, path, len(answers.names))
+
+
 def _read_manifest(values: Mapping[str, Any], default_name: str) -> Manifest:
     if values.get("format") != MANIFEST_FORMAT:
         raise CheckpointRefused(
@@ -354,10 +406,13 @@ def _read_manifest(values: Mapping[str, Any], default_name: str) -> Manifest:
         entries = values.get(key, {})
         if not isinstance(entries, dict) or not all(isinstance(entry, str) for entry in entries.values()):
             raise CheckpointRefused(f"{MANIFEST} has {key} that are not an object of texts.")
+    if not isinstance(values.get("quantization", {}), dict):
+        raise CheckpointRefused(f"{MANIFEST} has a quantization that is not an object.")
     return Manifest(
         name=values.get("name") or default_name,
         revision=values.get("revision", ""),
         recipe=values.get("recipe") or UNQUANTIZED,
         files=values.get("files"),
         labels=values.get("labels", {}),
+        quantization=values.get("quantization"),
     )
