@@ -43,6 +43,9 @@ POLICIES = {
     "prohibited": "the claim should not be true: entailment is rejected",
 }
 
+#: A first look at the verdicts in SQL.
+BY_LABEL = "select label, decision, count(*) from verdict group by 1, 2 order by 1, 2"
+
 VERDICTS = """
 select pair_id, ref, text, label, p_entailment, p_contradiction, p_neutral, policy, decision, error_code
 from verdict where run_id = :run_id and submitted_at = :submitted_at
@@ -73,8 +76,9 @@ class Outcome:
 
 
 def main() -> int:
-    keep = os.environ.get("KEEP", "") not in ("", "0")
     stack = Stack()
+    # What was up before is somebody's, who may be using it.
+    keep = os.environ.get("KEEP", "") not in ("", "0") or any(server.running() for server in stack.servers)
     try:
         with out.status("starting Postgres, Redis and S3"):
             addresses = stack.up()
@@ -178,15 +182,15 @@ def show(outcome: Outcome) -> None:
     out.print(labels)
 
     wrong = mismatches(outcome)
-    table = Table("ref", "text", "truth", "judged", "entail", "contra", "neutral")
-    for column in (0, 2, 3):
+    table = Table("ref", "text", "truth", "judged", "entail / contra / neutral")
+    for column in (0, 2, 3, 4):
         table.columns[column].no_wrap = True
     table.title = f"{len(wrong)} mismatches" if wrong else "No mismatches; these were the closest calls"
     for row in shown_pairs(outcome):
-        scores = (row[name] for name in PROBABILITIES)
+        scores = " ".join("-" if row[name] is None else f"{row[name]:.3f}" for name in PROBABILITIES)
         judged = row["label"] or row["error_code"]
         truth_of = outcome.truth[str(row["pair_id"])]
-        table.add_row(row["ref"], row["text"], truth_of, judged, *("" if p is None else f"{p:.3f}" for p in scores))
+        table.add_row(row["ref"], row["text"], truth_of, judged, scores)
     out.print(table)
 
     decisions = Table("policy", "what it is for", "accept", "review", "reject", title="What the policies decided")
@@ -225,8 +229,12 @@ def say_what_next(file: Path, outcome: Outcome, kept: bool) -> None:
         commands.append((f".venv/bin/concord verdict --source demo --ref {odd[0]['ref']}", "everything about one pair"))
     commands += [
         (".venv/bin/concord status", "what waits, and who works"),
-        (".venv/bin/celery -A tasks worker -Q live,bulk", "a worker, in another terminal"),
-        (f".venv/bin/concord submit {file.relative_to(Path.cwd())} --wait --again", "the same pairs once more"),
+        (f".venv/bin/concord local psql -c '{BY_LABEL}'", "SQL"),
+        (".venv/bin/celery -A tasks worker -Q live,bulk -l info", "a worker, in another terminal"),
+        (
+            f".venv/bin/concord submit {file.relative_to(Path.cwd())} --source demo --wait --again",
+            "the same pairs once more",
+        ),
         (f".venv/bin/concord score {HELDOUT.relative_to(Path.cwd())}", "the same without any server"),
         (".venv/bin/concord local down", "stops the servers"),
     ]
@@ -237,4 +245,8 @@ def say_what_next(file: Path, outcome: Outcome, kept: bool) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        out.print("Stopped. `make demo` starts anew; what it had started is down again.")
+        sys.exit(130)

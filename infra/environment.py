@@ -134,4 +134,7 @@ def announce(torch: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("Stopped; the next make goes on from here.")

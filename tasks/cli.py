@@ -2,6 +2,7 @@
 
 import json
 import logging
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -106,10 +107,14 @@ def submit(
     database = engine()
     run = begin(database, pairs, lane=lane, source=source, again=datetime.now(UTC).isoformat() if again else "")
     already = run.planned
-    with progress(err) as bar:
-        task = bar.add_task("submitting", total=None, completed=already)
-        for accepted in submit_file(database, run, noting(once(read_rows(pairs)), unreadable)):
-            bar.advance(task, accepted)
+    try:
+        with progress(err) as bar:
+            task = bar.add_task("submitting", total=None, completed=already)
+            for accepted in submit_file(database, run, noting(once(read_rows(pairs)), unreadable)):
+                bar.advance(task, accepted)
+    except KeyboardInterrupt:
+        err.print(f"{read_run(database, run.id).planned:,} pairs are accepted so far; the same command goes on.")
+        raise typer.Exit(130) from None
     run = read_run(database, run.id)
     new = run.planned - already
     err.print(f"run {run.id}: {new:,} pairs accepted" + (f", {already:,} were before" if already else ""))
@@ -154,11 +159,13 @@ def summarize(database: Engine, run: Run) -> None:
     """What a run came to: labels and decisions by policy, and what went wrong."""
     with database.connect() as connection:
         labels, troubles = runs.labels(connection, run), runs.troubles(connection, run)
-    table = Table("policy", "label", "decision", "pairs", title=f"{run.judged:,} of {run.planned:,} pairs judged")
+    out.print(f"{run.judged:,} of {run.planned:,} pairs judged")
+    table = Table("policy", "label", "decision", "pairs")
     table.columns[3].justify = "right"
     for row in labels:
         table.add_row(row["policy"], row["label"], row["decision"], f"{row['pairs']:,}")
-    out.print(table)
+    if labels:
+        out.print(table)
     if troubles:
         table = Table("status", "error_code", "pairs", "for example", "detail")
         for row in troubles:
@@ -188,7 +195,8 @@ def verdict(
     if as_json:
         print(json.dumps({"verdicts": found, "rejected": refused}, default=plain, ensure_ascii=False))
     for row in [*found, *refused] if not as_json else []:
-        table = Table(show_header=False, title=str(row.get("ref") or row.get("pair_id") or wanted))
+        moment = plain(row.get("submitted_at") or row.get("received_at"))
+        table = Table(show_header=False, title=f"{row.get('ref') or row.get('pair_id') or wanted}, {moment}")
         for name, value in row.items():
             if value not in (None, [], {}):
                 table.add_row(name, plain(value))
@@ -234,7 +242,9 @@ def status(as_json: AsJson = False) -> None:
         in_redis = f"{row['in_redis']:,}" if workers is not None else "Redis is away"
         table.add_row(row["lane"], f"{row['messages']:,}", oldest, f"{row['retrying']:,}", in_redis)
     out.print(table)
-    if workers is not None:
+    if workers is None:
+        out.print("workers: unknown, Redis is away")
+    else:
         up = ", ".join(workers) or "none; start one with `celery -A tasks worker -Q live,bulk`"
         out.print(f"workers: {up}", markup=False)
     if model:
@@ -284,10 +294,23 @@ def local_status() -> None:
     """Which of the servers run, and where their logs are."""
     from infra.local.stack import Stack
 
+    if not (stack := Stack()).folder.exists():
+        out.print("There are no servers in this folder; `concord local up` makes them.")
+        return
     table = Table("server", "state", "port", "log")
-    for server in Stack().status():
+    for server in stack.status():
         table.add_row(server.name, f"up, pid {server.pid}" if server.pid else "down", str(server.port), str(server.log))
     out.print(table)
+
+
+@local_cli.command("psql", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def local_psql(context: typer.Context) -> None:
+    """Postgres's own shell on the local database, as its owner; what follows goes to psql, for example -c 'select 1'."""
+    from infra.local.postgres import OWNER, program
+    from infra.local.stack import Stack
+
+    url = Stack().postgres.url(OWNER).replace("+psycopg", "")
+    raise typer.Exit(subprocess.call([program("psql"), url, *context.args]))
 
 
 @weights_cli.command("fetch")

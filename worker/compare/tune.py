@@ -21,6 +21,9 @@ from worker.quant.statistics import Progress
 #: Recipes that are tried unless others are asked for: all but the one that exists to be beaten.
 TRIED = ("awq-int4", "int8-dynamic", "bf16", "fp16", BASELINE)
 
+#: Those of them that are not tried on a CPU, which computes in float16 ten times as slowly.
+SLOW_ON_CPU = ("fp16",)
+
 #: Share of the pairs that must have float32's label.
 AGREEMENT = 0.985
 
@@ -45,7 +48,7 @@ def tune(
     out: str | Path,
     *,
     agreement: float = AGREEMENT,
-    recipes: Sequence[str | Path] = TRIED,
+    recipes: Sequence[str | Path] | None = None,
     image_sizes: Sequence[int] = (),
     calibration: Sequence[Question] | None = None,
     fallback: str | None = None,
@@ -58,7 +61,8 @@ def tune(
     """Write the fastest variant that has float32's label on at least `agreement` of the pairs into the folder `out`.
 
     CONCORD_MODEL_DIR and CONCORD_MAX_PAIRS are set in `env_file`, whose other lines stay; without one, a file of these
-    two is made in `out`. Float32 itself always qualifies. Arguments otherwise as in `compare`. Raises ConcordError.
+    two is made in `out`. Float32 itself always qualifies. `recipes` are all that suit the device unless they are given,
+    and a folder among them that wins stays where it is. Arguments otherwise as in `compare`. Raises ConcordError.
     """
     target = Path(out)
     if not 0 <= agreement <= 1:
@@ -66,6 +70,9 @@ def tune(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConcordError(f"{target} is there already: name a new directory, or remove it first.")
     tell = progress or (lambda stage, done, total: None)
+    if recipes is None:
+        on_cpu = torch.device(device).type == "cpu"
+        recipes = [recipe for recipe in TRIED if not (on_cpu and recipe in SLOW_ON_CPU)]
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as scratch:
         trial = prepare(
