@@ -305,7 +305,7 @@ def local_status() -> None:
 
 @local_cli.command("psql", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def local_psql(context: typer.Context) -> None:
-    """Postgres's own shell on the local database, as its owner; what follows goes to psql, for example -c 'select 1'."""
+    """Postgres's own shell on the local database, as its owner; what follows goes to psql, such as -c 'select 1'."""
     from infra.local.postgres import OWNER, program
     from infra.local.stack import Stack
 
