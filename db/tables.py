@@ -154,6 +154,18 @@ REJECTED_MESSAGE = Table(
     comment="Messages, or pairs of them, that could not be given a verdict row, with their bodies.",
 )
 
+SUSPECT = Table(
+    "suspect",
+    METADATA,
+    Column("submitted_at", MOMENT, nullable=False),
+    Column("pair_id", Uuid, nullable=False),
+    Column("message_id", Uuid, nullable=False),
+    Column("tries", Integer, nullable=False),
+    Column("tried_at", MOMENT, nullable=False),
+    PrimaryKeyConstraint("submitted_at", "pair_id"),
+    comment="Pairs of messages whose worker died: each is judged alone, and counted here before.",
+)
+
 RELAY_LEASE = Table(
     "relay_lease",
     METADATA,

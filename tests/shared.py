@@ -12,7 +12,7 @@ from tests.conftest import Database
 
 NAME = "shared"
 EMPTY = """
-delete from verdict; delete from outbox; delete from run; delete from rejected_message; delete from model_version;
+delete from verdict; delete from outbox; delete from run; delete from rejected_message; delete from model_version; delete from suspect;
 update relay_lease set holder = 'nobody', expires_at = '-infinity'
 """
 

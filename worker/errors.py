@@ -53,6 +53,10 @@ class ErrorCode(StrEnum):
     MODEL_FAILED = "model_failed"  # the model raised on this pair alone
     INTERNAL_ERROR = "internal_error"  # a fault of Concord's own, on this message alone
     UNSTORABLE = "unstorable"  # Postgres refused this pair's row alone
+    KILLED_WORKER = "killed_worker"  # the worker died each time it judged this pair alone
+
+    # What an operator decided (concord dead drop).
+    DROPPED = "dropped"  # a failed pair that is given up; the detail keeps why it failed
 
 
 class ConcordError(Exception):
