@@ -30,7 +30,10 @@ MAX_REJECTED_BODY_BYTES = 1_000_000
 
 @dataclass(frozen=True)
 class OutboxRow:
-    """A message on its way: `body` is the JSON argument of the task, `task_id` Celery's id where it is another."""
+    """A message on its way: `body` is the JSON argument of the task, `task_id` Celery's id where it is another.
+
+    `publishes` counts the times that it was handed to Redis, this one among them.
+    """
 
     message_id: UUID
     lane: str
@@ -41,6 +44,7 @@ class OutboxRow:
     task_id: str | None = None
     delay_s: float = 0.0
     last_error: str | None = None
+    publishes: int = 0
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,7 @@ where message_id in (
     select message_id from outbox
     where lane = :lane and published_at is null and not_before <= now()
     order by not_before, message_id limit :room for update skip locked)
-returning message_id, lane, body, attempts, expires_at, wants_result, task_id
+returning message_id, lane, body, attempts, expires_at, wants_result, task_id, publishes
 """
 
 
@@ -170,7 +174,7 @@ def claim(connection: Connection, lane: str, room: int) -> list[OutboxRow]:
 CLAIM_AGAIN = """
 update outbox set published_at = now(), publishes = publishes + 1
 where message_id = any(:message_ids) and published_at < now() - make_interval(secs => :settled_for_s)
-returning message_id, lane, body, attempts, expires_at, wants_result, task_id
+returning message_id, lane, body, attempts, expires_at, wants_result, task_id, publishes
 """
 
 
@@ -201,7 +205,16 @@ def refuse(connection: Connection, row: OutboxRow, why: str, body: bytes = b"") 
 
 def row_of(row: Any) -> OutboxRow:
     body = json.loads(row.body)
-    return OutboxRow(row.message_id, row.lane, body, row.attempts, row.expires_at, row.wants_result, row.task_id)
+    return OutboxRow(
+        row.message_id,
+        row.lane,
+        body,
+        row.attempts,
+        row.expires_at,
+        row.wants_result,
+        row.task_id,
+        publishes=row.publishes,
+    )
 
 
 def published_count(connection: Connection) -> int:

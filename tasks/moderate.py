@@ -7,7 +7,8 @@ has returned, which is after the transaction that holds its verdicts.
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -17,7 +18,7 @@ import torch
 from celery import bootsteps
 from sqlalchemy import Engine
 
-from db import registry
+from db import registry, suspects
 from db.engine import make_engine
 from tasks.app import app
 from tasks.relay import Relay
@@ -26,7 +27,7 @@ from tasks.settings import Settings, settings
 from tasks.settling import Case, MadeBy, Picture, Reading, outcome_of, settlement_of
 from tasks.storing import patiently, persist, write
 from worker.batching import Batch, Delivery, MicroBatchTask, Outcome, is_stopping
-from worker.errors import CodedError, ConcordError, ErrorCode, Hold, MessageRejected, PairRejected, TryLater
+from worker.errors import CodedError, ConcordError, ErrorCode, GivenUp, Hold, MessageRejected, PairRejected, TryLater
 from worker.images import Fetched, ImageStore, decode
 from worker.messages import TASK_NAME, as_uuid
 from worker.messages import decode as decode_message
@@ -36,6 +37,8 @@ log = logging.getLogger(__name__)
 
 #: Policies and the oldest month are read again after this long.
 RULES_FRESH_FOR_S = 60.0
+#: A pair over which the worker died this often while it was judged alone is failed.
+LONE_TRIES = 3
 
 
 @dataclass
@@ -112,8 +115,10 @@ class Moderate(MicroBatchTask):
         persist(line.refresh_rules, batch.stopping)
         readings = [read(delivery, line) for delivery in batch.deliveries]
         cases = [case for reading in readings for case in reading.cases if case.answer is None]
-        look(cases, line, batch)
-        ask([case for case in cases if case.answer is None], line, batch)
+        if batch.alone:
+            one_by_one(cases, line, batch)
+        else:
+            judge(cases, line, batch)
         return self.settle(readings, batch)
 
     def settle(self, readings: Sequence[Reading], batch: Batch) -> list[Outcome]:
@@ -121,8 +126,13 @@ class Moderate(MicroBatchTask):
         line = self.line
         settlements = [settlement_of(reading, line.policies, line.settings, line.made_by) for reading in readings]
         write(line.engine, settlements, batch.stopping)
-        pairs, seconds = sum(len(reading.cases) for reading in readings), time.monotonic() - batch.started_at
-        log.info("a batch is settled: %d pairs of %d messages, %s, %.3f s", pairs, len(readings), batch.lane, seconds)
+        pairs = sum(len(reading.cases) for reading in readings)
+        before = sum(len(reading.cases) for reading in readings if reading.delivery.redelivered)
+        seconds = time.monotonic() - batch.started_at
+        log.info(
+            "a batch is settled: %d pairs of %d messages, %s, %.3f s, %d delivered before",
+            pairs, len(readings), batch.lane, seconds, before,
+        )  # fmt: skip
         return [persist(partial(outcome_of, reading, line.engine), batch.stopping) for reading in readings]
 
 
@@ -162,6 +172,46 @@ def crashed(delivery: Delivery, line: Line, error: Exception) -> Reading:
     for case in reading.cases:
         case.answer = case.answer or TryLater(ErrorCode.INTERNAL_ERROR, f"{type(error).__name__}: {error}"[:300])
     return reading
+
+
+def judge(cases: Sequence[Case], line: Line, batch: Batch) -> None:
+    """Images, then the model."""
+    look(cases, line, batch)
+    ask([case for case in cases if case.answer is None], line, batch)
+
+
+def one_by_one(cases: Sequence[Case], line: Line, batch: Batch) -> None:
+    """A message whose worker died: which pair it died of, if of any, shows when each is judged alone."""
+    log.warning("a message of %d pairs was in a worker that ended: it is judged alone, pair by pair", len(cases))
+    for case in cases:
+        if batch.stopping():
+            raise Hold("the worker stops; the pairs of this message that are left would hold it up")
+        with lone_try(case, line, batch):
+            if case.answer is None:
+                judge([case], line, batch)
+
+
+@contextmanager
+def lone_try(case: Case, line: Line, batch: Batch) -> Iterator[None]:
+    """Counted before, and forgotten after: what stays counted is a try that the worker did not outlive."""
+    assert case.pair.id is not None
+    key = case.message.submitted_at, case.pair.id
+
+    def begin() -> int:
+        with line.engine.begin() as connection:
+            return suspects.begin(connection, *key, case.message.message_id)
+
+    def end() -> None:
+        with line.engine.begin() as connection:
+            suspects.end(connection, *key)
+
+    if persist(begin, batch.stopping) > LONE_TRIES:
+        log.error("pair %s is failed: the worker died %d times while it was judged alone", case.pair.id, LONE_TRIES)
+        case.answer = GivenUp(ErrorCode.KILLED_WORKER, f"the worker died {LONE_TRIES} times while it judged this pair")
+    try:
+        yield
+    finally:
+        persist(end, batch.stopping)
 
 
 def look(cases: Sequence[Case], line: Line, batch: Batch) -> None:

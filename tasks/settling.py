@@ -19,7 +19,7 @@ from db.outbox import OutboxRow, Rejected
 from db.verdicts import Settlement, Verdict
 from tasks.settings import Settings
 from worker.batching import Delivery, Outcome
-from worker.errors import CodedError, Hold, MessageRejected, TryLater
+from worker.errors import CodedError, GivenUp, Hold, MessageRejected, TryLater
 from worker.images import DecodedImage
 from worker.messages import Message, Pair, RefusedPair, as_uuid, clean_string, encode
 from worker.model.config import Configuration
@@ -88,12 +88,17 @@ def settlement_of(reading: Reading, policies: Mapping[str, Policy], settings: Se
         return Settlement(retries=[parked(delivery, message)], rejected=rejected)
     rows = [refused_row(delivery, message, refused) for refused in message.refused]
     last_attempt = message.attempts + 1 >= settings.max_attempts
-    reading.again = [case for case in reading.cases if isinstance(case.answer, TryLater) and not last_attempt]
+    reading.again = [] if last_attempt else [case for case in reading.cases if is_passing(case.answer)]
     rows += [row_of(case, delivery.lane, policies, made_by) for case in reading.cases if case not in reading.again]
     if reading.again:
         retries = [next_attempt(delivery, message, reading.again, settings)]
         return Settlement(rows, retries=retries, rejected=rejected)
     return Settlement(rows, done=[(message.message_id, message.attempts)], rejected=rejected)
+
+
+def is_passing(answer: object) -> bool:
+    """Whether another attempt may succeed."""
+    return isinstance(answer, TryLater) and not isinstance(answer, GivenUp)
 
 
 def row_of(case: Case, lane: str, policies: Mapping[str, Policy], made_by: MadeBy) -> Verdict:

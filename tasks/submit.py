@@ -129,7 +129,7 @@ def publish(rows: Sequence[OutboxRow]) -> None:
                 expires=row.expires_at,
                 # Said in the header alone: to say it to Celery would subscribe this process to the result.
                 ignore_result=True,
-                headers={"ignore_result": not row.wants_result},
+                headers={"ignore_result": not row.wants_result, "publishes": row.publishes},
                 producer=producer,
                 argsrepr="(message,)",
                 retry=False,

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from worker.batching import published_again
 from worker.lanes import Lanes
 
 WAIT_S = 5.0
@@ -186,6 +187,54 @@ def test_every_message_is_in_one_batch_in_its_lanes_order_and_no_more_batches_ru
         buffers.done(running.pop())
         start_all()
     assert got == sent
+
+
+def test_a_message_that_is_taken_alone_waits_for_those_in_work_and_nothing_runs_beside_it() -> None:
+    buffers = lanes(max_pairs=4, max_inflight=3)
+    fill(buffers, "live", [4])
+    assert buffers.take(0.0) == ("live", ["live 0"])
+    buffers.add("bulk", "suspect", 4, 0.0, alone=True)
+    buffers.add("bulk", "another", 4, 0.0, alone=True)
+    fill(buffers, "live", [4])
+    assert buffers.take(0.0) is None
+    assert buffers.wake_at() is None, "only the end of what runs can change anything"
+    buffers.done("live")
+    for suspect in ("suspect", "another"):
+        assert buffers.take(0.0) == ("bulk", [suspect])
+        assert buffers.is_alone
+        assert buffers.take(100.0) is None
+        buffers.done("bulk")
+    assert buffers.take(0.0) == ("live", ["live 0"])
+    assert not buffers.is_alone
+
+
+def test_what_waits_is_known_and_can_be_forgotten() -> None:
+    buffers = lanes()
+    buffers.add("bulk", "suspect", 4, 0.0, alone=True)
+    fill(buffers, "live", [1])
+    assert sorted(buffers.waiting()) == ["live 0", "suspect"]
+    buffers.clear()
+    assert buffers.waiting() == []
+    assert buffers.take(100.0) is None
+
+
+@pytest.mark.parametrize(
+    ("headers", "payload", "again"),
+    [
+        ({"publishes": 1}, {"attempts": 0}, 0),
+        ({"publishes": 2}, {"attempts": 0}, 1),
+        ({"publishes": 3}, {"attempts": 0}, 2),
+        ({"publishes": 3}, {"attempts": 2}, 0),
+        ({"publishes": 0}, {"attempts": 0}, 0),
+        ({}, {"attempts": 0}, 0),
+        ({"publishes": "3"}, {"attempts": 0}, 0),
+        ({"publishes": True}, {"attempts": 0}, 0),
+        ({"publishes": 3}, ["attempts"], 0),
+        ({"publishes": 3}, {"attempts": None}, 0),
+    ],
+)
+def test_a_retry_is_not_taken_for_a_message_that_was_lost(headers: Any, payload: Any, again: int) -> None:
+    assert published_again(headers, payload) == again
 
 
 def test_a_batch_that_hangs_is_watched_across_reconnects(monkeypatch: pytest.MonkeyPatch) -> None:

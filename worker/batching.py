@@ -15,6 +15,7 @@ import contextlib
 import faulthandler
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -45,7 +46,11 @@ EXIT_HUNG = 70
 
 @dataclass(eq=False)
 class Delivery:
-    """A message in hand. `refusal` is set where it cannot be carried out; `payload` is the task's one argument."""
+    """A message in hand. `refusal` is set where it cannot be carried out; `payload` is the task's one argument.
+
+    `redelivered`: it was handed out before, and may have been judged. `suspect`: that worker may have died of it, so
+    it is taken alone.
+    """
 
     message: Any
     lane: str
@@ -55,6 +60,8 @@ class Delivery:
     refusal: CodedError | None = None
     withdrawn: Literal["expired", "revoked"] | None = None
     not_before: datetime | None = None
+    redelivered: bool = False
+    suspect: bool = False
 
     @property
     def task_id(self) -> str | None:
@@ -101,6 +108,7 @@ class Batch:
 
     lane: str
     deliveries: list[Delivery]
+    alone: bool = False
     started_at: float = field(default_factory=time.monotonic)
     hang_clock: HangClock = field(default_factory=HangClock)
 
@@ -130,6 +138,27 @@ def is_stopping() -> bool:
     return worker_state.should_stop is not None or worker_state.should_terminate is not None
 
 
+def leave_at_the_next_signal(how: str, **_: Any) -> None:
+    """SIGTERM lets batches end. Whoever signals again, or says SIGQUIT, does not want to wait for that.
+
+    Threads cannot be ended, and Celery would wait for them for as long as the model takes. Nothing is lost: what is
+    in hand is not acknowledged, and comes back after visibility_timeout.
+    """
+    if how == "Cold":
+        leave_at_once(signal.SIGQUIT)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, lambda number, _: leave_at_once(number))
+
+
+def leave_at_once(number: int) -> None:
+    # Not by the log: this is a signal handler, and what it interrupted may be writing there.
+    os.write(2, f"{signal.Signals(number).name}: this worker ends at once; what it has in hand comes back\n".encode())
+    os._exit(128 + number)
+
+
+signals.worker_shutting_down.connect(leave_at_the_next_signal)
+
+
 class Deliveries:
     """The hub's side of one connection to the broker. Every method runs on the hub's thread."""
 
@@ -144,6 +173,7 @@ class Deliveries:
         self.batches = batches
         for batch in batches.values():
             self.lanes.inflight[batch.lane] += 1
+            self.lanes.is_alone |= batch.alone
             self.held_pairs += batch.pairs
         self.closed = False
         self.wake_entry: Any = None
@@ -155,8 +185,7 @@ class Deliveries:
     def close(self) -> None:
         """The connection is gone: what is buffered will be delivered again; what runs is acknowledged on the next."""
         self.closed = True
-        for buffer in self.lanes.buffers.values():
-            buffer.clear()
+        self.lanes.clear()
         for entry in [*self.timers, *filter(None, [self.wake_entry])]:
             entry.cancel()
 
@@ -169,7 +198,7 @@ class Deliveries:
         if delivery.request is not None:
             worker_state.task_reserved(delivery.request)
         self.held_pairs += delivery.pairs
-        self.lanes.add(delivery.lane, delivery, delivery.pairs, time.monotonic())
+        self.lanes.add(delivery.lane, delivery, delivery.pairs, time.monotonic(), alone=delivery.suspect)
         self.pump()
 
     def gate(self, channel: Any) -> None:
@@ -183,7 +212,7 @@ class Deliveries:
     def pump(self) -> None:
         """Start every batch that is due and has a slot, then sleep until the next is."""
         while not self.closed and not is_stopping() and (taken := self.lanes.take(time.monotonic())):
-            batch = Batch(*taken)
+            batch = Batch(*taken, alone=self.lanes.is_alone)
             for delivery in batch.deliveries:
                 delivery.withdrawn = withdrawn(delivery.request)
             self.batches[id(batch)] = batch
@@ -231,8 +260,7 @@ class Deliveries:
             log.warning("could not touch the messages in hand: %s", error)
 
     def in_hand(self) -> Iterator[Delivery]:
-        for buffer in self.lanes.buffers.values():
-            yield from (item for item, _, _ in buffer)
+        yield from self.lanes.waiting()
         for batch in self.batches.values():
             yield from batch.deliveries
 
@@ -401,12 +429,17 @@ def read_delivery(message: Any, body: Any, task: Task, app: Any, consumer: Any) 
         raise ValueError("its id is not plain text")
     args, kwargs, embed = request._payload
     delivery = Delivery(message, lane_of(message), request=request)
+    delivery.redelivered = delivery.suspect = bool((message.delivery_info or {}).get("redelivered"))
     if len(args) != 1 or kwargs:
         delivery.refusal = MessageRejected(ErrorCode.INVALID_MESSAGE, f"{task.name} takes one argument, a JSON object")
         return delivery
     delivery.payload = args[0]
     pairs = args[0].get("pairs") if isinstance(args[0], Mapping) else None
     delivery.pairs = max(1, len(pairs)) if isinstance(pairs, list) else 1
+    again = published_again(message.headers, args[0])
+    delivery.redelivered |= again > 0
+    # Not at the first time: a Redis that lost its data would have its whole window taken one by one.
+    delivery.suspect |= again > 1
     if request.eta and request.eta > datetime.now(UTC):
         delivery.not_before = request.eta
     if options := [name for name in ("callbacks", "errbacks", "chain", "chord") if (embed or {}).get(name)]:
@@ -416,6 +449,15 @@ def read_delivery(message: Any, body: Any, task: Task, app: Any, consumer: Any) 
             "submit without, and read the verdicts with AsyncResult.get() or in SQL",
         )
     return delivery
+
+
+def published_again(headers: Mapping[str, Any], payload: object) -> int:
+    """How often the relay has published this attempt of the message beyond the first time."""
+    publishes = headers.get("publishes")
+    attempts = payload.get("attempts") if isinstance(payload, Mapping) else None
+    if type(publishes) is not int or type(attempts) is not int:
+        return 0
+    return max(0, publishes - attempts - 1)
 
 
 def lane_of(message: Any) -> str:

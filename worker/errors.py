@@ -87,6 +87,10 @@ class TryLater(CodedError):
     """Not the pair's fault: tried again later, `failed` with this code once the attempts are used up."""
 
 
+class GivenUp(TryLater):
+    """Not tried again, whatever attempts are left: `failed` at once."""
+
+
 class Hold(ConcordError):
     """The database or the bucket is away: keep the batch and wait, nobody's attempts are spent."""
 

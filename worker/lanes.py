@@ -14,6 +14,8 @@ class Lanes(Generic[T]):
     messages until it holds `max_pairs`; the last may overshoot. Every `bulk_every`-th batch goes to the last lane that
     is due, so that a saturated urgent lane does not starve it; of `max_inflight` batches, one is kept for the first
     lane.
+
+    A message that is added as `alone` is a batch of its own, before all others, and nothing runs beside it.
     """
 
     def __init__(
@@ -22,12 +24,17 @@ class Lanes(Generic[T]):
         self.max_pairs, self.max_wait_s, self.max_inflight = max_pairs, max_wait_s, max_inflight
         self.bulk_every = bulk_every
         self.buffers: dict[str, deque[tuple[T, int, float]]] = {name: deque() for name in names}
+        self.alone: deque[tuple[str, T]] = deque()
         self.pairs: dict[str, int] = dict.fromkeys(names, 0)
         self.inflight: dict[str, int] = dict.fromkeys(names, 0)
         self.batches = 0
+        self.is_alone = False
 
-    def add(self, lane: str, item: T, pairs: int, now: float) -> None:
+    def add(self, lane: str, item: T, pairs: int, now: float, *, alone: bool = False) -> None:
         """Append a message of `pairs` pairs that arrived at `now` (seconds of any steady clock)."""
+        if alone:
+            self.alone.append((lane, item))
+            return
         self.buffers[lane].append((item, pairs, now))
         self.pairs[lane] += pairs
 
@@ -37,12 +44,19 @@ class Lanes(Generic[T]):
 
     def has_slot(self, lane: str) -> bool:
         """Whether another batch of this lane may start now."""
+        if self.alone or self.is_alone:
+            return False
         lanes = list(self.buffers)
         kept_free = 1 if lane != lanes[0] and self.max_inflight > 1 and not self.inflight[lanes[0]] else 0
         return sum(self.inflight.values()) + kept_free < self.max_inflight
 
     def take(self, now: float) -> tuple[str, list[T]] | None:
-        """The next batch, or None; the caller says `done` when it has run."""
+        """The next batch, or None; the caller says `done` when it has run. `is_alone` says whether it is."""
+        if self.alone and not any(self.inflight.values()):
+            lane, item = self.alone.popleft()
+            self.is_alone = True
+            self.inflight[lane] += 1
+            return lane, [item]
         due = [lane for lane in self.buffers if self.is_due(lane, now) and self.has_slot(lane)]
         if not due:
             return None
@@ -62,6 +76,18 @@ class Lanes(Generic[T]):
     def done(self, lane: str) -> None:
         """A batch of this lane has run."""
         self.inflight[lane] -= 1
+        self.is_alone = False
+
+    def waiting(self) -> list[T]:
+        """The messages of no batch yet."""
+        return [item for _, item in self.alone] + [item for buffer in self.buffers.values() for item, _, _ in buffer]
+
+    def clear(self) -> None:
+        """Forget the messages of no batch yet."""
+        self.alone.clear()
+        for name, buffer in self.buffers.items():
+            buffer.clear()
+            self.pairs[name] = 0
 
     def wake_at(self) -> float | None:
         """When a lane that has a slot becomes due by age; None when only an arrival or an end can change anything."""
