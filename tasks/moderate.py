@@ -221,9 +221,13 @@ def look(cases: Sequence[Case], line: Line, batch: Batch) -> None:
     """
     pictures: dict[str, Picture | CodedError] = {}
 
+    def decode_watched(fetched: Fetched) -> Picture:
+        with batch.watched():
+            return line.decode(fetched)
+
     def load_missing() -> None:
         missing = [case.pair.image for case in cases if case.pair.image not in pictures]
-        loaded = line.store.load_all(missing, line.decode)
+        loaded = line.store.load_all(missing, decode_watched)
         away = buckets_away(loaded, line.store)
         pictures.update({uri: picture for uri, picture in loaded.items() if bucket_of(uri) not in away})
         if away:

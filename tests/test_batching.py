@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from worker.batching import published_again
+from worker.batching import Batch, published_again
 from worker.lanes import Lanes
 
 WAIT_S = 5.0
@@ -237,6 +237,17 @@ def test_a_retry_is_not_taken_for_a_message_that_was_lost(headers: Any, payload:
     assert published_again(headers, payload) == again
 
 
+def test_one_decoder_that_hangs_is_seen_though_others_begin_and_end_beside_it() -> None:
+    batch = Batch("live", [])
+    assert batch.hang_clock.since is None
+    with batch.watched():
+        hung = batch.hang_clock.since
+        with batch.watched():
+            assert batch.hang_clock.since == hung
+        assert batch.hang_clock.since == hung
+    assert batch.hang_clock.since is None
+
+
 def test_a_batch_that_hangs_is_watched_across_reconnects(monkeypatch: pytest.MonkeyPatch) -> None:
     from types import SimpleNamespace
 
@@ -267,7 +278,7 @@ def test_a_batch_that_hangs_is_watched_across_reconnects(monkeypatch: pytest.Mon
     task.Strategy(task, None, consumer)
     assert task._deliveries is not None
     batch = batching.Batch("live", [])
-    batch.hang_clock.since = 0.0
+    batch.hang_clock.started["a decoder"] = 0.0
     task._deliveries.batches[id(batch)] = batch
     task.Strategy(task, None, consumer)
     for entry in timers:

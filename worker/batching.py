@@ -97,9 +97,14 @@ class Outcome:
 
 @dataclass(eq=False)
 class HangClock:
-    """Since when a batch has been in the model, in seconds of the steady clock; None while it is not."""
+    """Since when a batch has been in the model or in decoders, in seconds of the steady clock."""
 
-    since: float | None = None
+    started: dict[object, float] = field(default_factory=dict)
+
+    @property
+    def since(self) -> float | None:
+        """When the oldest of what runs now began; None while nothing does."""
+        return min(list(self.started.values()), default=None)
 
 
 @dataclass(eq=False)
@@ -114,12 +119,13 @@ class Batch:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """The watchdog's clock runs inside: round the model, not round waits for a server that is away."""
-        self.hang_clock.since = time.monotonic()
+        """The watchdog's clock runs inside: round decoders and the model, not round waits for a server that is away."""
+        one = object()
+        self.hang_clock.started[one] = time.monotonic()
         try:
             yield
         finally:
-            self.hang_clock.since = None
+            del self.hang_clock.started[one]
 
     @property
     def pairs(self) -> int:
