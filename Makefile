@@ -2,16 +2,19 @@
 # make test   set up, lint, test against the same kind of servers
 # make lint   ruff and mypy alone
 # make slow   the tests that take minutes or gigabytes
+# make chaos  kills, freezes and slows every part while 20,000 pairs go through: ten minutes of an idle machine
 # make bench  what each precision costs and buys, measured anew into docs/benchmarks: ten minutes of an idle machine
+# make soak   half an hour at full load, and whether anything grows, into docs/benchmarks; MINUTES=5 for less
 # make clean  stop the local servers; delete them, their data and the virtual environment
 #
 # PYTHON=python3.12 make ...   chooses the Python that .venv is made with (3.11 or newer)
 # KEEP=1 make demo             leaves the servers running; `.venv/bin/concord local down` stops them
 
 PYTHON ?= python3
+MINUTES ?= 30
 BIN := .venv/bin
 
-.PHONY: demo test lint slow bench clean venv
+.PHONY: demo test lint slow chaos bench soak clean venv
 
 demo: venv
 	@$(BIN)/python -m infra.demo
@@ -26,8 +29,14 @@ lint: venv
 slow: venv
 	@$(BIN)/python -m pytest -m slow
 
+chaos: venv
+	@$(BIN)/concord chaos --pairs 20000 --seed 22
+
 bench: venv
 	@$(BIN)/python -m infra.bench.precision --out docs/benchmarks
+
+soak: venv
+	@$(BIN)/python -m infra.bench.soak --minutes $(MINUTES) --out docs/benchmarks
 
 # Takes no time when .venv is there and was made for pyproject.toml and constraints.txt as they are.
 venv:

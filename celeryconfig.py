@@ -28,7 +28,7 @@ result_expires = 86_400
 # batches, for what a connection that broke has left running.
 worker_pool = "threads"
 worker_concurrency = _settings.max_inflight + 2
-worker_consumer = "worker.batching:Consumer"
+worker_consumer = "worker.consumer:Consumer"
 # The gate on PAIRS in worker.batching is the limit; messages are of very different sizes.
 worker_prefetch_multiplier = 1_000
 worker_enable_prefetch_count_reduction = False
@@ -48,8 +48,12 @@ broker_transport_options = {
     "socket_timeout": 5,
     "socket_connect_timeout": 5,
 }
+# The same for results: verdicts are stored by then, and nobody's batch waits for who asked to be told.
+redis_socket_timeout = redis_socket_connect_timeout = 5
 broker_connection_retry_on_startup = True
 broker_connection_max_retries = None
+# A Redis that answers and refuses (full, a replica, a disk that fails) is waited for like one that is away.
+broker_channel_error_retry = True
 worker_cancel_long_running_tasks_on_connection_loss = False
 # SIGTERM lets batches end; there is nothing to wait for beyond that.
 worker_soft_shutdown_timeout = 0

@@ -20,7 +20,11 @@ class Trouble(Enum):
 
 
 def make_engine(url: str, *, pool_size: int = 2, statement_timeout_s: int = STATEMENT_TIMEOUT_S) -> Engine:
-    """An engine whose connections are checked before use and never wait for ever."""
+    """An engine whose connections are checked before use and never wait for ever.
+
+    A transaction that is left idle ends after the same time: a process that freezes or loses its network in the middle
+    of one would keep its rows locked for hours, and with the row of a run every other batch of that run.
+    """
     return create_engine(
         url,
         pool_size=pool_size,
@@ -28,7 +32,8 @@ def make_engine(url: str, *, pool_size: int = 2, statement_timeout_s: int = STAT
         pool_pre_ping=True,
         connect_args={
             "connect_timeout": CONNECT_TIMEOUT_S,
-            "options": f"-c statement_timeout={statement_timeout_s * 1000} -c timezone=UTC",
+            "options": f"-c statement_timeout={statement_timeout_s * 1000} -c timezone=UTC"
+            f" -c idle_in_transaction_session_timeout={statement_timeout_s * 1000}",
             "application_name": "concord",
         },
     )
@@ -44,8 +49,9 @@ def trouble(error: Exception) -> Trouble:
             error.connection_invalidated or isinstance(error, OperationalError | InterfaceError)
         )
         return Trouble.AWAY if gone else Trouble.DATA
-    # 25006: the server is read only, as after a failover. 55: somebody holds a lock. 58: its disk fails.
-    if state[:2] in ("08", "53", "55", "57", "58") or state == "25006":
+    # 25006: the server is read only, as after a failover. 25P03, 25P04: it has ended a transaction that took too long.
+    # 55: somebody holds a lock. 58: its disk fails.
+    if state[:2] in ("08", "53", "55", "57", "58") or state in ("25006", "25P03", "25P04"):
         return Trouble.AWAY
     if state[:2] == "40":
         return Trouble.CLASH

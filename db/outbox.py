@@ -46,6 +46,14 @@ class OutboxRow:
     last_error: str | None = None
     publishes: int = 0
 
+    @property
+    def run_id(self) -> UUID | None:
+        """The run that its pairs belong to, as its body says."""
+        try:
+            return UUID(self.body.get("run_id"))
+        except (ValueError, TypeError, AttributeError):
+            return None
+
 
 @dataclass(frozen=True)
 class Rejected:
@@ -84,6 +92,7 @@ def add(connection: Connection, rows: Iterable[OutboxRow], *, published: bool = 
             "task_id": row.task_id,
             "not_before": func.now() + func.make_interval(0, 0, 0, 0, 0, 0, row.delay_s),
             "last_error": row.last_error,
+            "run_id": row.run_id,
         }
         for row in rows
     ]
@@ -101,15 +110,16 @@ def forget(connection: Connection, deliveries: Iterable[tuple[UUID, int]]) -> No
         connection.execute(delete(OUTBOX).where(tuple_(OUTBOX.c.message_id, OUTBOX.c.attempts).in_(keys)))
 
 
-#: Rewrites the row of the attempt before, or makes one for a message that came without (a bare send_task).
+#: Rewrites the row of the attempt before, or makes one for a message that came without (a bare send_task). Each attempt
+#: before counts as published once, so that `publishes` beyond `attempts` are those of this attempt.
 RETRY = """
 insert into outbox as old
-    (message_id, lane, body, attempts, not_before, expires_at, wants_result, task_id, last_error)
-values (:message_id, :lane, :body, :attempts, now() + make_interval(secs => :delay_s), :expires_at, :wants_result,
-        :task_id, :last_error)
+    (message_id, lane, body, attempts, publishes, not_before, expires_at, wants_result, task_id, last_error, run_id)
+values (:message_id, :lane, :body, :attempts, :attempts, now() + make_interval(secs => :delay_s), :expires_at,
+        :wants_result, :task_id, :last_error, :run_id)
 on conflict (message_id) do update set
-    body = excluded.body, attempts = excluded.attempts, not_before = excluded.not_before, published_at = null,
-    last_error = excluded.last_error
+    body = excluded.body, attempts = excluded.attempts, publishes = excluded.publishes,
+    not_before = excluded.not_before, published_at = null, last_error = excluded.last_error
 where old.attempts = excluded.attempts - 1
 """
 
@@ -129,6 +139,7 @@ def retry(connection: Connection, rows: Iterable[OutboxRow]) -> None:
                 "wants_result": row.wants_result,
                 "task_id": row.task_id,
                 "last_error": row.last_error,
+                "run_id": row.run_id,
             },
         )
 
@@ -156,13 +167,16 @@ def record_rejected(connection: Connection, rejected: Iterable[Rejected]) -> lis
     return new
 
 
+#: A producer may write any row. What one of them holds must not keep the others: no number overflows, and no time is
+#: beyond Python's.
 CLAIM = """
-update outbox set published_at = now(), publishes = publishes + 1
+update outbox set published_at = now(), publishes = least(publishes, 1000000) + 1
 where message_id in (
     select message_id from outbox
     where lane = :lane and published_at is null and not_before <= now()
     order by not_before, message_id limit :room for update skip locked)
-returning message_id, lane, body, attempts, expires_at, wants_result, task_id, publishes
+returning message_id, lane, body, attempts, wants_result, task_id, publishes,
+    case when expires_at < '9999-12-30' then greatest(expires_at, '0001-01-02') end as expires_at
 """
 
 
@@ -171,28 +185,37 @@ def claim(connection: Connection, lane: str, room: int) -> list[OutboxRow]:
     return readable(connection, connection.execute(text(CLAIM), {"lane": lane, "room": room}))
 
 
-CLAIM_AGAIN = """
-update outbox set published_at = now(), publishes = publishes + 1
-where message_id = any(:message_ids) and published_at < now() - make_interval(secs => :settled_for_s)
-returning message_id, lane, body, attempts, expires_at, wants_result, task_id, publishes
+UNCLAIM = """
+update outbox set published_at = null, publishes = publishes - 1
+where message_id = any(:message_ids) and published_at is not null and publishes > 0
 """
 
 
-def claim_again(connection: Connection, message_ids: Sequence[UUID]) -> list[OutboxRow]:
-    """Mark lost messages as published once more and return them."""
-    rows = connection.execute(text(CLAIM_AGAIN), {"message_ids": list(message_ids), "settled_for_s": SETTLED_FOR_S})
-    return readable(connection, rows)
+def unclaim(connection: Connection, rows: Iterable[OutboxRow]) -> None:
+    """What was claimed and could not be handed to Redis is due again, as if it had not been claimed."""
+    connection.execute(text(UNCLAIM), {"message_ids": [row.message_id for row in rows]})
+
+
+MAKE_DUE = """
+update outbox set published_at = null
+where message_id = any(:message_ids) and published_at < now() - make_interval(secs => :settled_for_s)
+"""
+
+
+def make_due(connection: Connection, message_ids: Sequence[UUID]) -> None:
+    """Lost messages are due again: to be published within the window like all others."""
+    connection.execute(text(MAKE_DUE), {"message_ids": list(message_ids), "settled_for_s": SETTLED_FOR_S})
 
 
 def readable(connection: Connection, rows: Iterable[Any]) -> list[OutboxRow]:
-    """Rows as messages; one whose body Python cannot read is recorded instead, so that it holds nobody up."""
+    """Rows as messages; one that nobody could read or settle is recorded instead, so that it holds nobody up."""
     found = []
     for row in list(rows):
         try:
             found.append(row_of(row))
         except (ValueError, RecursionError) as error:
             unread = OutboxRow(row.message_id, row.lane, {}, row.attempts)
-            refuse(connection, unread, f"the outbox holds no readable JSON: {error}"[:300], bytes(row.body))
+            refuse(connection, unread, f"the outbox holds no readable message: {error}"[:300], bytes(row.body))
     return found
 
 
@@ -204,7 +227,15 @@ def refuse(connection: Connection, row: OutboxRow, why: str, body: bytes = b"") 
 
 
 def row_of(row: Any) -> OutboxRow:
+    """Raises ValueError where the row is not its body's: it would stay when the message is settled, and come again."""
     body = json.loads(row.body)
+    if not isinstance(body, dict) or UUID(str(body.get("message_id", row.message_id))) != row.message_id:
+        raise ValueError("its body has another message_id")
+    attempts = body.setdefault("attempts", row.attempts) if row.attempts else body.get("attempts", 0)
+    if type(attempts) is not int or attempts != row.attempts or attempts < 0:
+        raise ValueError(f"its body has other attempts than {row.attempts}")
+    if row.task_id is not None and not row.task_id.isprintable():
+        raise ValueError("its task_id is not plain text")
     return OutboxRow(
         row.message_id,
         row.lane,
@@ -223,7 +254,7 @@ def published_count(connection: Connection) -> int:
 
 
 OVERDUE = """
-select message_id, coalesce(task_id, message_id::text) as task_id from outbox
+select message_id, coalesce(nullif(task_id, ''), message_id::text) as task_id from outbox
 where published_at < now() - make_interval(secs => :settled_for_s)
 order by published_at limit :limit
 """
@@ -250,6 +281,19 @@ def drop_lease(connection: Connection, holder: str) -> None:
     """Let the next worker take over at once."""
     statement = text("update relay_lease set expires_at = '-infinity' where holder = :holder")
     connection.execute(statement, {"holder": holder})
+
+
+WAITING = "select count(*) from (select message_id from outbox limit :at_most) as waiting"
+
+
+def waiting(connection: Connection, at_most: int) -> int:
+    """How many messages are not settled yet, counted up to `at_most`, so that it is cheap however many there are."""
+    return int(connection.execute(text(WAITING), {"at_most": at_most}).scalar_one())
+
+
+def has_publisher(connection: Connection) -> bool:
+    """Whether a worker holds the lease: False only while none runs, or a moment after the last was killed."""
+    return bool(connection.execute(text("select expires_at > now() from relay_lease")).scalar())
 
 
 BACKLOG = """

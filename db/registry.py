@@ -47,6 +47,12 @@ def newest_model(connection: Connection) -> dict[str, Any] | None:
     return dict(row) if row else None
 
 
+def model_version(connection: Connection, number: int) -> dict[str, Any] | None:
+    """The model version of this id."""
+    row = connection.execute(text("select * from model_version where id = :id"), {"id": number}).mappings().first()
+    return dict(row) if row else None
+
+
 POLICIES = """
 select distinct on (name) name, version, polarity, review_at, reject_at from policy order by name, version desc
 """
@@ -58,8 +64,8 @@ def policies_in_force(connection: Connection) -> list[dict[str, Any]]:
 
 
 def make_partitions(connection: Connection) -> int:
-    """Make the months ahead where they are missing; returns how many were made."""
-    return int(connection.execute(text("select make_verdict_partitions()")).scalar_one())
+    """Make the months ahead of `verdict` and `batch` where they are missing; returns how many were made."""
+    return int(connection.execute(text("select make_partitions()")).scalar_one())
 
 
 def oldest_verdict_time(connection: Connection) -> datetime:

@@ -35,14 +35,16 @@ OPEN = f"""
 with made as (
     insert into run (id, kind, source, name, lane, submitted_at)
     values (:id, 'submit', :source, :name, :lane, now()) on conflict (id) do nothing returning {COLUMNS})
-select {COLUMNS} from made union all select {COLUMNS} from run where id = :id limit 1
+select {COLUMNS} from made
 """
 
 
 def open_run(connection: Connection, run_id: UUID, *, name: str, lane: str, source: str) -> Run:
     """The run of this id: a new one, or the one that an earlier call began."""
-    row = connection.execute(text(OPEN), {"id": run_id, "name": name, "lane": lane, "source": source}).one()
-    return Run(**row._mapping)
+    parameters = {"id": run_id, "name": name, "lane": lane, "source": source}
+    row = connection.execute(text(OPEN), parameters).one_or_none()
+    # Read by a statement of its own, which sees what another call committed while the insert waited for it.
+    return Run(**row._mapping) if row else read(connection, run_id)
 
 
 PLAN = "update run set planned = planned + :pairs where id = :id and planned = :before and state = 'planning'"

@@ -1,5 +1,9 @@
-"""Pairs that may be what ended their worker: counted before each lone try, forgotten when the try has ended."""
+"""What may have ended its worker, pairs and whole messages: counted before each lone try, forgotten when it has ended.
 
+A message is counted under an id of its own in the pair's place (tasks/lone.py).
+"""
+
+from collections.abc import Sequence
 from datetime import datetime
 from uuid import UUID
 
@@ -24,3 +28,9 @@ def end(connection: Connection, submitted_at: datetime, pair_id: UUID) -> None:
     """The worker lives: whatever became of the pair, it does not end workers."""
     statement = text("delete from suspect where submitted_at = :submitted_at and pair_id = :pair_id")
     connection.execute(statement, {"submitted_at": submitted_at, "pair_id": pair_id})
+
+
+def forget(connection: Connection, message_ids: Sequence[UUID]) -> None:
+    """Messages that are settled are under no suspicion, whatever tries of theirs were cut short."""
+    statement = text("delete from suspect where message_id = any(:message_ids)")
+    connection.execute(statement, {"message_ids": list(message_ids)})

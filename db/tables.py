@@ -4,6 +4,7 @@ A test proves that this is what the migrations make.
 """
 
 from sqlalchemy import (
+    REAL,
     BigInteger,
     Boolean,
     CheckConstraint,
@@ -68,10 +69,26 @@ VERDICT = Table(
     Column("decided_at", MOMENT, nullable=False),
     PrimaryKeyConstraint("submitted_at", "pair_id"),
     Index("verdict_pair_id", "pair_id"),
-    Index("verdict_source_ref", "source", "ref"),
+    Index("verdict_source_ref_time", "source", "ref", "submitted_at"),
+    Index("verdict_failed", "decided_at", "submitted_at", "pair_id", postgresql_where=text("status = 'failed'")),
     Index("verdict_run_id", "run_id", postgresql_where=text("run_id is not null")),
     postgresql_partition_by="RANGE (submitted_at)",
     comment="One row a pair: what was asked, what was answered, what was decided and by what it was made.",
+)
+
+BATCH = Table(
+    "batch",
+    METADATA,
+    Column("settled_at", MOMENT, nullable=False),
+    Column("id", Uuid, nullable=False),
+    *(Column(name, Text, nullable=False) for name in ("worker", "lane")),
+    Column("model_version_id", Integer),
+    *(Column(name, Integer, nullable=False) for name in ("messages", "pairs", "judged", "reused")),
+    *(Column(name, REAL, nullable=False) for name in ("queue_s", "fetch_s", "model_s", "write_s")),
+    *(Column(name, Integer, nullable=False) for name in ("tokens", "padded_tokens", "pictures")),
+    PrimaryKeyConstraint("settled_at", "id"),
+    postgresql_partition_by="RANGE (settled_at)",
+    comment="One row a batch that was settled: what it held and how long each step took.",
 )
 
 OUTBOX = Table(
@@ -89,6 +106,8 @@ OUTBOX = Table(
     Column("task_id", Text),
     Column("last_error", Text),
     Column("created_at", MOMENT, nullable=False),
+    Column("run_id", Uuid),
+    Index("outbox_run_id", "run_id", postgresql_where=text("run_id is not null")),
     Index("outbox_due", "lane", "not_before", "message_id", postgresql_where=text("published_at is null")),
     Index("outbox_published", "published_at", postgresql_where=text("published_at is not null")),
     comment="Messages that were accepted and are not settled yet; a row goes when its verdicts are in.",
@@ -108,6 +127,15 @@ RUN = Table(
     Column("options", JSONB, nullable=False),
     Column("created_at", MOMENT, nullable=False),
     Column("finished_at", MOMENT),
+    *(Column(counter, BigInteger, nullable=False) for counter in ("flagged", "reused", "skipped")),
+    Column("position", JSONB),
+    Column("summary", JSONB),
+    Index(
+        "run_open_night",
+        "source",
+        unique=True,
+        postgresql_where=text("kind = 'nightly' and state in ('planning', 'running', 'finishing')"),
+    ),
     comment="One submitted file or one night's job; its counters count rows that really changed.",
 )
 
@@ -151,6 +179,7 @@ REJECTED_MESSAGE = Table(
     Column("body", LargeBinary, nullable=False),
     Column("digest", LargeBinary, nullable=False, unique=True),
     Index("rejected_message_pair_ids", "pair_ids", postgresql_using="gin"),
+    Index("rejected_message_received_at", "received_at"),
     comment="Messages, or pairs of them, that could not be given a verdict row, with their bodies.",
 )
 
@@ -166,6 +195,58 @@ SUSPECT = Table(
     comment="Pairs of messages whose worker died: each is judged alone, and counted here before.",
 )
 
+CATALOG_STATE = Table(
+    "catalog_state",
+    METADATA,
+    Column("source", Text(collation="C"), nullable=False),
+    Column("ref", Text(collation="C"), nullable=False),
+    Column("seen_in", Uuid, nullable=False),
+    Column("planned_as", Text),
+    Column("planned_fingerprint", LargeBinary, nullable=False),
+    Column("fingerprint", LargeBinary),
+    Column("gone_in", Uuid),
+    Column("judged_in", Uuid),
+    *(Column(name, Text) for name in ("label", "label_before", "policy")),
+    Column("p_entailment", Double),
+    Column("p_contradiction", Double),
+    Column("flags", ARRAY(Text), nullable=False),
+    Column("attributes", JSONB, nullable=False),
+    PrimaryKeyConstraint("source", "ref"),
+    comment="One row an item of a catalog: what its last verdict was made of, and what it was.",
+)
+
+CATALOG_OBJECT = Table(
+    "catalog_object",
+    METADATA,
+    Column("run_id", Uuid, nullable=False),
+    Column("image", Text(collation="C"), nullable=False),
+    Column("etag", Text, nullable=False),
+    PrimaryKeyConstraint("run_id", "image"),
+    prefixes=["unlogged"],
+    comment="A nightly run's listing of its buckets; the row without an image says that it is complete.",
+)
+
+CATALOG_ITEM = Table(
+    "catalog_item",
+    METADATA,
+    Column("source", Text(collation="C"), nullable=False),
+    Column("ref", Text(collation="C"), nullable=False),
+    *(Column(name, Text, nullable=False) for name in ("image", "text")),
+    Column("premise", Text),
+    Column("policy", Text, nullable=False),
+    Column("attributes", JSONB, nullable=False),
+    PrimaryKeyConstraint("source", "ref"),
+    comment="A catalog in the shape that the nightly job reads without a query; the customer fills it.",
+)
+
+RETENTION = Table(
+    "retention",
+    METADATA,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    *(Column(name, Integer) for name in ("keep_months", "rejected_days", "run_days")),
+    comment="How long rows are kept; null: for ever. One row, which only the owner changes.",
+)
+
 RELAY_LEASE = Table(
     "relay_lease",
     METADATA,
@@ -177,7 +258,7 @@ RELAY_LEASE = Table(
 
 
 def is_declared(item: SchemaItem, name: str | None, kind: str, reflected: bool, compared: SchemaItem | None) -> bool:
-    """Months of `verdict` come and go and are declared by their parent; a customer's own tables are not ours."""
+    """Months come and go and are declared by their parents; a customer's own tables are not ours."""
     if kind == "table" and reflected:
         return name in METADATA.tables
     return True

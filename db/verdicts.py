@@ -108,24 +108,31 @@ ROWS = f"jsonb_to_recordset(cast(:rows as jsonb)) as new ({', '.join(f'{n} {t}' 
 INSERT = f"""
 insert into verdict ({NAMES}) select {NAMES} from {ROWS} order by submitted_at, pair_id
 on conflict (submitted_at, pair_id) do nothing
-returning submitted_at, pair_id, run_id, status
+returning submitted_at, pair_id, run_id, status, decision in ('review', 'reject') as flagged
 """
 
-#: ... but for `failed`, which gives way to a verdict made later.
+#: Flag of a failed row that waits for the verdict of a redrive, whose message the row then names.
+REDRIVEN = "redriven"
+
+#: ... but for `failed`, which gives way to a verdict made later; to another failure only if it is that of the row's own
+#: redrive, and then once, since that failure does not carry the flag. The pair stays in the run that counted it.
 REPLACE_FAILED = f"""
-update verdict set {", ".join(f"{name} = new.{name}" for name in COLUMNS)}, decided_at = now()
+update verdict set {", ".join(f"{name} = new.{name}" for name in COLUMNS if name != "run_id")}, decided_at = now()
 from {ROWS}
-where verdict.submitted_at = new.submitted_at and verdict.pair_id = new.pair_id
-  and verdict.status = 'failed' and new.status <> 'failed'
-returning verdict.pair_id, verdict.run_id, verdict.status
+where verdict.submitted_at = new.submitted_at and verdict.pair_id = new.pair_id and verdict.status = 'failed'
+  and (new.status <> 'failed' or (verdict.message_id = new.message_id and '{REDRIVEN}' = any (verdict.flags)))
+returning verdict.pair_id, verdict.run_id, verdict.status, verdict.decision in ('review', 'reject') as flagged
 """
 
+#: A night is not done with its last pair: its planner goes on (db.nights).
 COUNT_INTO_RUN = """
 update run set
-    judged = judged + :judged, rejected = rejected + :rejected, failed = failed + :failed,
-    state = case when state = 'running' and judged + rejected + failed + :judged + :rejected + :failed >= planned
+    judged = judged + :judged, rejected = rejected + :rejected, failed = failed + :failed, flagged = flagged + :flagged,
+    state = case when state = 'running' and kind <> 'nightly'
+                      and judged + rejected + failed + :judged + :rejected + :failed >= planned
                  then 'done' else state end,
-    finished_at = case when state = 'running' and judged + rejected + failed + :judged + :rejected + :failed >= planned
+    finished_at = case when state = 'running' and kind <> 'nightly'
+                            and judged + rejected + failed + :judged + :rejected + :failed >= planned
                        then now() else finished_at end
 where id = :run_id
 """
@@ -142,11 +149,16 @@ def settle(connection: Connection, settlement: Settlement) -> int:
     retry(connection, settlement.retries)
     for one in record_rejected(connection, settlement.rejected):
         changed.setdefault(one.run_id, Counter())["rejected"] += one.pairs
+    count_into_runs(connection, changed)
+    return sum(count["rows"] for count in changed.values())
+
+
+def count_into_runs(connection: Connection, changed: Mapping[UUID | None, Counter[str]]) -> None:
+    """Add by run what changed by status, in one order for all who do."""
     for run_id, count in sorted(changed.items(), key=str):
         if run_id is not None:
-            counters = {status: count[status] for status in ("judged", "rejected", "failed")}
+            counters = {name: count[name] for name in ("judged", "rejected", "failed", "flagged")}
             connection.execute(text(COUNT_INTO_RUN), {"run_id": run_id, **counters})
-    return sum(count["rows"] for count in changed.values())
 
 
 def write(connection: Connection, verdicts: Sequence[Verdict]) -> dict[UUID | None, Counter[str]]:
@@ -157,10 +169,12 @@ def write(connection: Connection, verdicts: Sequence[Verdict]) -> dict[UUID | No
     inserted = set()
     for row in connection.execute(text(INSERT), {"rows": as_json(verdicts)}):
         inserted.add((row.submitted_at, row.pair_id))
-        changed.setdefault(row.run_id, Counter()).update({"rows": 1, row.status: 1})
+        changed.setdefault(row.run_id, Counter()).update({"rows": 1, row.status: 1, "flagged": int(bool(row.flagged))})
     if there := [verdict for verdict in verdicts if (verdict.submitted_at, verdict.pair_id) not in inserted]:
         for row in connection.execute(text(REPLACE_FAILED), {"rows": as_json(there)}):
-            changed.setdefault(row.run_id, Counter()).update({"rows": 1, row.status: 1, "failed": -1})
+            count = changed.setdefault(row.run_id, Counter())
+            count.update({"rows": 1, row.status: 1, "flagged": int(bool(row.flagged))})
+            count["failed"] -= 1
     return changed
 
 

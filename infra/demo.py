@@ -21,9 +21,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from sqlalchemy import text
+from sqlalchemy import Connection, text
 
+from db.runs import Run
+from infra.endings import in_order, undisturbed
 from infra.local import Addresses, Stack
+from infra.local.stack import DEFAULT_FOLDER
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 WEIGHTS = DEMO_MODEL / "awq-int4"
@@ -50,6 +53,9 @@ VERDICTS = """
 select pair_id, ref, text, label, p_entailment, p_contradiction, p_neutral, policy, decision, error_code
 from verdict where run_id = :run_id and submitted_at = :submitted_at
 """
+
+#: What was accepted before the demo's pairs and still waits for its verdicts.
+AHEAD = "select count(*) as messages, min(created_at) as oldest from outbox where created_at < :since"
 
 out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 110)
 
@@ -96,7 +102,7 @@ def main() -> int:
         passed = outcome.complete and min(outcome.accuracy.values()) >= ACCURACY_WANTED
     finally:
         if not keep:
-            with out.status("stopping the servers"):
+            with undisturbed():
                 stack.down()
     say_what_next(file, outcome, keep)
     return 0 if passed else 1
@@ -121,33 +127,40 @@ def upload(stack: Stack, addresses: Addresses) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def worker(log: Path) -> Iterator[None]:
-    """One worker, started as anybody would, stopped in the end by SIGTERM."""
-    command = [sys.executable, "-m", "celery", "-A", "tasks", "worker", "-Q", "live,bulk", "-l", "info"]
-    with log.open("w") as sink:
-        process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
+def worker(log: Path, *arguments: str) -> Iterator[int]:
+    """One worker, started as anybody would, stopped in the end by SIGTERM; gives its process id."""
+    command = [sys.executable, "-m", "celery", "-A", "tasks", "worker", "-Q", "live,bulk", "-l", "info", *arguments]
+    process = None
     try:
+        with log.open("w") as sink, undisturbed():
+            process = subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True)
         with out.status("starting a worker"):
             deadline = time.monotonic() + WORKER_START_S
             while "ready." not in log.read_text():
                 if process.poll() is not None or time.monotonic() > deadline:
                     sys.exit(f"the worker did not start:\n{log.read_text()[-3_000:]}")
                 time.sleep(0.1)
-        out.print(f"one worker is up: celery -A tasks worker -Q live,bulk (its log: {log.relative_to(Path.cwd())})")
-        yield
+        out.print(f"one worker is up: celery -A tasks worker -Q live,bulk (its log: {os.path.relpath(log)})")
+        yield process.pid
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(WORKER_STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        if process is not None:
+            with undisturbed():
+                stop(process)
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(WORKER_STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def judge(file: Path, pairs: list[dict[str, Any]]) -> Outcome:
     """Submit the pairs through Celery and wait for their verdicts. Every demo is a run of its own."""
     from db import runs
-    from tasks.cli import progress
+    from tasks.console import progress
     from tasks.pairs_file import begin, submit_file
     from tasks.submit import engine
 
@@ -166,10 +179,25 @@ def judge(file: Path, pairs: list[dict[str, Any]]) -> Outcome:
             run = now
             bar.update(task, completed=run.settled)
     with database.connect() as connection:
+        if run.settled < len(pairs):
+            out.print(why_stalled(connection, run, len(pairs) - run.settled))
         found = connection.execute(text(VERDICTS), {"run_id": run.id, "submitted_at": run.submitted_at}).mappings()
         rows = [dict(row) for row in found]
     database.dispose()
     return Outcome(rows, {pair["id"]: pair["label"] for pair in pairs}, last_change - started)
+
+
+def why_stalled(connection: Connection, run: Run, waiting: int) -> str:
+    """What the demo's pairs wait for: they go to the bulk lane, behind what is there from earlier."""
+    ahead = connection.execute(text(AHEAD), {"since": run.submitted_at}).one()
+    said = f"No verdict for {STALLED_S:.0f} s, and {waiting} of the demo's pairs wait."
+    if not ahead.messages:
+        return f"{said} Nothing is ahead of them: the worker's log, {DEFAULT_FOLDER}/logs/worker.log, may say why."
+    return (
+        f"{said} {ahead.messages:,} messages are ahead of them, the oldest of {ahead.oldest:%Y-%m-%d %H:%M} UTC. Let a "
+        "worker finish those (`concord local up`, then `celery -A tasks worker -Q live,bulk`; `concord status` shows "
+        f"what is left), or delete {DEFAULT_FOLDER}/ and begin with empty servers."
+    )
 
 
 def show(outcome: Outcome) -> None:
@@ -232,10 +260,10 @@ def say_what_next(file: Path, outcome: Outcome, kept: bool) -> None:
         (f".venv/bin/concord local psql -c '{BY_LABEL}'", "SQL"),
         (".venv/bin/celery -A tasks worker -Q live,bulk -l info", "a worker, in another terminal"),
         (
-            f".venv/bin/concord submit {file.relative_to(Path.cwd())} --source demo --wait --again",
+            f".venv/bin/concord submit {os.path.relpath(file)} --source demo --wait --again",
             "the same pairs once more",
         ),
-        (f".venv/bin/concord score {HELDOUT.relative_to(Path.cwd())}", "the same without any server"),
+        (f".venv/bin/concord score {os.path.relpath(HELDOUT)}", "the same without any server"),
         (".venv/bin/concord local down", "stops the servers"),
     ]
     out.print("\nNext:")
@@ -245,8 +273,5 @@ def say_what_next(file: Path, outcome: Outcome, kept: bool) -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with in_order("Stopped. `make demo` starts anew; what it had started is down again."):
         sys.exit(main())
-    except KeyboardInterrupt:
-        out.print("Stopped. `make demo` starts anew; what it had started is down again.")
-        sys.exit(130)

@@ -2,20 +2,17 @@
 
 import json
 import logging
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from uuid import UUID
 
 import typer
 from kombu.exceptions import OperationalError as BrokerAway
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress, TaskID
 from rich.table import Table
 from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
@@ -23,9 +20,12 @@ from sqlalchemy.exc import SQLAlchemyError
 from db import outbox, registry, runs, verdicts
 from db.engine import Trouble, trouble
 from db.runs import Run
-from tasks import precision
+from tasks import nightly_cli, precision, reports
+from tasks.console import err, out, plain, progress, verbatim
+from tasks.dead import dead_cli
+from tasks.high_water import HighWater
 from tasks.settings import settings
-from worker.errors import ConcordError, PairRejected
+from worker.errors import ConcordError, PairRejected, first_line
 
 cli = typer.Typer(
     no_args_is_help=True,
@@ -36,20 +36,26 @@ cli = typer.Typer(
 db_cli = typer.Typer(no_args_is_help=True, help="The database's tables.")
 local_cli = typer.Typer(no_args_is_help=True, help="Postgres, Redis and S3 on this machine, for trying Concord out.")
 weights_cli = typer.Typer(no_args_is_help=True, help="Checkpoints from the model hub.")
-for command in (precision.quantize, precision.compare, precision.tune):
+COMMANDS: tuple[Callable[..., None], ...] = (
+    precision.quantize,
+    precision.compare,
+    precision.tune,
+    reports.sql,
+    reports.erase,
+)
+for command in COMMANDS:
     cli.command()(command)
+db_cli.command("maintain")(reports.maintain)
+cli.add_typer(dead_cli, name="dead")
 cli.add_typer(db_cli, name="db")
 cli.add_typer(local_cli, name="local")
+cli.add_typer(nightly_cli.cli, name="nightly")
 cli.add_typer(weights_cli, name="weights")
-
-#: Columns of a table that is written to a file or a pipe.
-WIDTH = 120
-
-err = Console(stderr=True, soft_wrap=True, highlight=False)
-out = Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else WIDTH)
 
 #: How often a waiting command looks at its run.
 WAIT_POLL_S = 0.5
+#: How often a file that waits for workers says so.
+WAITING_LINE_EVERY_S = 60.0
 #: Unreadable lines of a file that are printed one by one.
 SHOWN_LINES = 5
 #: How long `status` waits for workers to answer.
@@ -98,19 +104,22 @@ def submit(
 ) -> None:
     """Submit a file of pairs. The same command again goes on where the first stopped, and submits nothing twice.
 
-    Exits 1 if a line was no pair or, with --wait, a pair was rejected or failed.
+    While the outbox holds more messages than CONCORD_OUTBOX_HIGH_WATER it waits for workers. Exits 1 if a line was no
+    pair, if there was no pair at all or, with --wait, if one was rejected or failed.
     """
     from tasks.pairs_file import begin, noting, once, read_rows, submit_file
-    from tasks.submit import engine
+    from tasks.submit import engine, high_water
 
     unreadable: list[PairRejected] = []
     database = engine()
     run = begin(database, pairs, lane=lane, source=source, again=datetime.now(UTC).isoformat() if again else "")
     already = run.planned
+    tide = high_water()
     try:
         with progress(err) as bar:
             task = bar.add_task("submitting", total=None, completed=already)
-            for accepted in submit_file(database, run, noting(once(read_rows(pairs)), unreadable)):
+            rows = noting(once(read_rows(pairs)), unreadable)
+            for accepted in submit_file(database, run, rows, tide, waiting_shown(bar, task, tide)):
                 bar.advance(task, accepted)
     except KeyboardInterrupt:
         err.print(f"{read_run(database, run.id).planned:,} pairs are accepted so far; the same command goes on.")
@@ -120,6 +129,8 @@ def submit(
     err.print(f"run {run.id}: {new:,} pairs accepted" + (f", {already:,} were before" if already else ""))
     if already and not new:
         err.print("This file was submitted before; --again judges it anew.")
+    if not run.planned and not unreadable:
+        err.print(f"{pairs} holds no pairs.", markup=False)
     for line in unreadable[:SHOWN_LINES]:
         err.print(line.detail, markup=False)
     if len(unreadable) > SHOWN_LINES:
@@ -127,7 +138,22 @@ def submit(
     if wait:
         run = watch(database, run)
         summarize(database, run)
-    raise typer.Exit(1 if unreadable or (wait and run.rejected + run.failed) else 0)
+    raise typer.Exit(1 if unreadable or not run.planned or (wait and run.rejected + run.failed) else 0)
+
+
+def waiting_shown(bar: Progress, task: TaskID, tide: HighWater) -> Callable[[int], None]:
+    """What shows that a file waits for workers: a line at first and every minute, and the bar's own words."""
+    next_line = 0.0
+
+    def show(held: int) -> None:
+        nonlocal next_line
+        bar.update(task, description="waiting for workers" if held else "submitting")
+        if held and time.monotonic() >= next_line:
+            next_line = time.monotonic() + WAITING_LINE_EVERY_S
+            none = "" if tide.worker_runs() else ", and none runs; start one with `celery -A tasks worker -Q live,bulk`"
+            err.print(f"{tide.sentence(held)}: waiting for workers{none}", markup=False)
+
+    return show
 
 
 def watch(database: Engine, run: Run) -> Run:
@@ -169,7 +195,8 @@ def summarize(database: Engine, run: Run) -> None:
     if troubles:
         table = Table("status", "error_code", "pairs", "for example", "detail")
         for row in troubles:
-            table.add_row(*(str(row[name] or "") for name in ("status", "error_code", "pairs", "example", "detail")))
+            names = ("status", "error_code", "pairs", "example", "detail")
+            table.add_row(*(verbatim(row[name] or "") for name in names))
         out.print(table)
 
 
@@ -196,25 +223,15 @@ def verdict(
         print(json.dumps({"verdicts": found, "rejected": refused}, default=plain, ensure_ascii=False))
     for row in [*found, *refused] if not as_json else []:
         moment = plain(row.get("submitted_at") or row.get("received_at"))
-        table = Table(show_header=False, title=f"{row.get('ref') or row.get('pair_id') or wanted}, {moment}")
+        title = verbatim(f"{row.get('ref') or row.get('pair_id') or wanted}, {moment}")
+        table = Table(show_header=False, title=title)
         for name, value in row.items():
             if value not in (None, [], {}):
-                table.add_row(name, plain(value))
+                table.add_row(name, verbatim(value))
         out.print(table)
     if not found and not refused:
         err.print(f"No verdict of {pair_id or ref!r} yet. `concord status` shows what is waiting.", markup=False)
         raise typer.Exit(1)
-
-
-def plain(value: Any) -> str:
-    """A value of a row as text."""
-    if isinstance(value, bytes | memoryview):
-        return bytes(value).hex()
-    if isinstance(value, datetime):
-        return value.isoformat(sep=" ", timespec="milliseconds")
-    if isinstance(value, float):
-        return f"{value:.6f}"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else str(value)
 
 
 @cli.command()
@@ -231,19 +248,19 @@ def status(as_json: AsJson = False) -> None:
         for lane, row in lanes.items():
             row["in_redis"] = queue_length(lane)
         workers = sorted(app.control.inspect(timeout=PING_S).ping() or {})
-    except redis_errors():
-        workers = None
+    except redis_errors() as error:
+        workers, why = None, first_line(error)
     if as_json:
         print(json.dumps({"lanes": list(lanes.values()), "workers": workers, "model": model}, default=plain))
         return
     table = Table("lane", "messages waiting", "oldest", "of them retries", "in Redis")
     for row in lanes.values():
         oldest = f"{row['oldest_s']:,.0f} s" if row["messages"] else "-"
-        in_redis = f"{row['in_redis']:,}" if workers is not None else "Redis is away"
+        in_redis = f"{row['in_redis']:,}" if "in_redis" in row else "Redis is away"
         table.add_row(row["lane"], f"{row['messages']:,}", oldest, f"{row['retrying']:,}", in_redis)
     out.print(table)
     if workers is None:
-        out.print("workers: unknown, Redis is away")
+        out.print(f"workers: unknown, Redis is away or refuses: {why}", markup=False)
     else:
         up = ", ".join(workers) or "none; start one with `celery -A tasks worker -Q live,bulk`"
         out.print(f"workers: {up}", markup=False)
@@ -306,11 +323,38 @@ def local_status() -> None:
 @local_cli.command("psql", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def local_psql(context: typer.Context) -> None:
     """Postgres's own shell on the local database, as its owner; what follows goes to psql, such as -c 'select 1'."""
-    from infra.local.postgres import OWNER, program
     from infra.local.stack import Stack
 
-    url = Stack().postgres.url(OWNER).replace("+psycopg", "")
-    raise typer.Exit(subprocess.call([program("psql"), url, *context.args]))
+    raise typer.Exit(Stack().postgres.psql(context.args))
+
+
+@cli.command()
+def chaos(
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs that are submitted.")] = 2_000,
+    seed: Annotated[int, typer.Option(help="The same seed breaks the same parts at the same moments.")] = 1,
+    kill: Annotated[
+        str, typer.Option(metavar="PARTS", help="What may break: worker, redis, postgres, s3, relay.")
+    ] = "worker,redis,postgres,s3,relay",
+    workers: Annotated[int, typer.Option(min=1, help="Worker processes.")] = 3,
+    duration: Annotated[float | None, typer.Option(min=1, help="Seconds; unset: what the pairs take.")] = None,
+    no_outbox: Annotated[
+        bool, typer.Option("--no-outbox", help="All pairs by a bare send_task, to see that the check can fail.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Break a site of its own while pairs go through it, then check that none is lost: docs/chaos.md.
+
+    Exits 1 where anything is not as it must be, and names the pairs. The last line is one JSON object.
+    """
+    from infra.chaos.run import Order, parts_of, report, run
+
+    try:
+        parts = parts_of(kill)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--kill") from None
+    outcome = run(Order(pairs, seed, parts, not no_outbox, workers, duration), err)
+    report(outcome, err, None if as_json else out)
+    raise typer.Exit(1 if outcome.problems else 0)
 
 
 @weights_cli.command("fetch")
@@ -338,21 +382,6 @@ def weights_fetch(
     )
 
 
-@contextmanager
-def progress(console: Console) -> Iterator[Progress]:
-    """A progress bar on standard error; nothing at all where that is no terminal."""
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    ) as bar:
-        yield bar
-
-
 def explain(error: SQLAlchemyError) -> str:
     """An error of the database in a sentence that says what to do."""
     first_line = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
@@ -370,7 +399,7 @@ def main() -> None:
     except ConcordError as error:
         message = str(error)
     except ModuleNotFoundError as error:
-        extra = "local" if error.name == "psutil" else "worker"
+        extra = {"psutil": "local", "pyarrow": "parquet"}.get(error.name or "", "worker")
         message = (
             f"this command needs {error.name}, which is not installed: pip install '.[{extra}]' in Concord's folder"
         )

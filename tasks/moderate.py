@@ -7,8 +7,7 @@ has returned, which is after the transaction that holds its verdicts.
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -18,27 +17,38 @@ import torch
 from celery import bootsteps
 from sqlalchemy import Engine
 
-from db import registry, suspects
+from db import registry
+from db.batches import BatchRow
 from db.engine import make_engine
 from tasks.app import app
+from tasks.lone import judge_alone
 from tasks.relay import Relay
 from tasks.scoring import make_store, worker_moderator
 from tasks.settings import Settings, settings
 from tasks.settling import Case, MadeBy, Picture, Reading, outcome_of, settlement_of
 from tasks.storing import patiently, persist, write
-from worker.batching import Batch, Delivery, MicroBatchTask, Outcome, is_stopping
-from worker.errors import CodedError, ConcordError, ErrorCode, GivenUp, Hold, MessageRejected, PairRejected, TryLater
+from worker.batching import Batch, MicroBatchTask, Outcome
+from worker.delivery import Delivery
+from worker.endings import Watchdog, is_stopping, leave_at_the_second_signal
+from worker.errors import (
+    CodedError,
+    ConcordError,
+    DeviceLost,
+    ErrorCode,
+    Hold,
+    MessageRejected,
+    PairRejected,
+    TryLater,
+)
 from worker.images import Fetched, ImageStore, decode
 from worker.messages import TASK_NAME, as_uuid
 from worker.messages import decode as decode_message
-from worker.moderator import Moderator, Policy, Question
+from worker.moderator import Judgement, Moderator, Policy, Question
 
 log = logging.getLogger(__name__)
 
 #: Policies and the oldest month are read again after this long.
 RULES_FRESH_FOR_S = 60.0
-#: A pair over which the worker died this often while it was judged alone is failed.
-LONE_TRIES = 3
 
 
 @dataclass
@@ -50,6 +60,7 @@ class Line:
     store: ImageStore
     moderator: Moderator
     made_by: MadeBy
+    worker: str
     policies: Mapping[str, Policy] = field(default_factory=dict)
     oldest: datetime = datetime.min
     rules_read_at: float = float("-inf")
@@ -88,7 +99,7 @@ class Moderate(MicroBatchTask):
     def process(self, batch: Batch) -> list[Outcome]:
         try:
             return self.moderate(batch)
-        except Hold:
+        except (Hold, DeviceLost):
             raise
         except Exception as error:
             if len(batch.deliveries) > 1:
@@ -116,7 +127,7 @@ class Moderate(MicroBatchTask):
         readings = [read(delivery, line) for delivery in batch.deliveries]
         cases = [case for reading in readings for case in reading.cases if case.answer is None]
         if batch.alone:
-            one_by_one(cases, line, batch)
+            judge_alone(cases, lambda these: judge(these, line, batch), line.engine, batch.stopping)
         else:
             judge(cases, line, batch)
         return self.settle(readings, batch)
@@ -125,7 +136,7 @@ class Moderate(MicroBatchTask):
         """Verdicts: one transaction for the whole batch."""
         line = self.line
         settlements = [settlement_of(reading, line.policies, line.settings, line.made_by) for reading in readings]
-        write(line.engine, settlements, batch.stopping)
+        write(line.engine, settlements, batch.stopping, measured(readings, batch, line))
         pairs = sum(len(reading.cases) for reading in readings)
         before = sum(len(reading.cases) for reading in readings if reading.delivery.redelivered)
         seconds = time.monotonic() - batch.started_at
@@ -180,40 +191,6 @@ def judge(cases: Sequence[Case], line: Line, batch: Batch) -> None:
     ask([case for case in cases if case.answer is None], line, batch)
 
 
-def one_by_one(cases: Sequence[Case], line: Line, batch: Batch) -> None:
-    """A message whose worker died: which pair it died of, if of any, shows when each is judged alone."""
-    log.warning("a message of %d pairs was in a worker that ended: it is judged alone, pair by pair", len(cases))
-    for case in cases:
-        if batch.stopping():
-            raise Hold("the worker stops; the pairs of this message that are left would hold it up")
-        with lone_try(case, line, batch):
-            if case.answer is None:
-                judge([case], line, batch)
-
-
-@contextmanager
-def lone_try(case: Case, line: Line, batch: Batch) -> Iterator[None]:
-    """Counted before, and forgotten after: what stays counted is a try that the worker did not outlive."""
-    assert case.pair.id is not None
-    key = case.message.submitted_at, case.pair.id
-
-    def begin() -> int:
-        with line.engine.begin() as connection:
-            return suspects.begin(connection, *key, case.message.message_id)
-
-    def end() -> None:
-        with line.engine.begin() as connection:
-            suspects.end(connection, *key)
-
-    if persist(begin, batch.stopping) > LONE_TRIES:
-        log.error("pair %s is failed: the worker died %d times while it was judged alone", case.pair.id, LONE_TRIES)
-        case.answer = GivenUp(ErrorCode.KILLED_WORKER, f"the worker died {LONE_TRIES} times while it judged this pair")
-    try:
-        yield
-    finally:
-        persist(end, batch.stopping)
-
-
 def look(cases: Sequence[Case], line: Line, batch: Batch) -> None:
     """Images: fetch and decode each distinct one once; trouble with it is the answer of the pairs that show it.
 
@@ -233,7 +210,8 @@ def look(cases: Sequence[Case], line: Line, batch: Batch) -> None:
         if away:
             raise Hold(f"S3 gives nothing from {', '.join(sorted(away))}")
 
-    patiently(lambda error: isinstance(error, Hold), batch.stopping)(load_missing)
+    with batch.timed("fetch"):
+        patiently(lambda error: isinstance(error, Hold), batch.stopping)(load_missing)
     for case in cases:
         picture = pictures[case.pair.image]
         if isinstance(picture, CodedError):
@@ -260,13 +238,42 @@ def ask(cases: Sequence[Case], line: Line, batch: Batch) -> None:
         for case in cases
         if case.picture
     ]
-    with line.device_lock, batch.watched():
+    with line.device_lock, batch.watched(), batch.timed("model"):
         answers = line.moderator.judge(questions)
     for case, answer in zip(cases, answers, strict=True):
         case.answer = answer
 
 
-def set_up(chosen: Settings) -> Line:
+def measured(readings: Sequence[Reading], batch: Batch, line: Line) -> BatchRow | None:
+    """What this batch tells of the line's speed; None where it held no pair."""
+    cases = [case for reading in readings for case in reading.cases]
+    if not cases:
+        return None
+    started_at = time.time() - (time.monotonic() - batch.started_at)
+    waits = [
+        started_at - (reading.delivery.published_at or case.message.submitted_at.timestamp())
+        for reading in readings
+        for case in reading.cases
+    ]
+    judged = [case.answer for case in cases if isinstance(case.answer, Judgement)]
+    return BatchRow(
+        worker=line.worker,
+        lane=batch.lane,
+        model_version_id=line.made_by.model_version_id,
+        messages=len(readings),
+        pairs=len(cases),
+        judged=len(judged),
+        queue_s=max(0.0, sum(waits) / len(waits)),
+        fetch_s=batch.seconds["fetch"],
+        model_s=batch.seconds["model"],
+        write_s=0.0,  # known when it is written
+        tokens=sum(answer.tokens for answer in judged),
+        padded_tokens=sum(answer.padded_tokens for answer in judged),
+        pictures=len({case.picture.decoded.sha256 for case in cases if case.picture}),
+    )
+
+
+def set_up(chosen: Settings, worker: str) -> Line:
     """Load the model, send an example through it, and sign in to Postgres. Raises ConcordError with what to do."""
     if chosen.torch_threads:
         torch.set_num_threads(chosen.torch_threads)
@@ -291,7 +298,7 @@ def set_up(chosen: Settings) -> Line:
             )
 
     made_by = MadeBy(persist(sign_in, is_stopping), checkpoint.sha256, checkpoint.recipe, checkpoint.configuration)
-    line = Line(chosen, engine, store, moderator, made_by)
+    line = Line(chosen, engine, store, moderator, made_by, worker)
     persist(line.refresh_rules, is_stopping)
     log.info("%s %s (%s) is ready on %s", checkpoint.name, checkpoint.revision, checkpoint.recipe, moderator.device)
     return line
@@ -314,11 +321,12 @@ class LineStep(bootsteps.StartStopStep):  # type: ignore[misc]
         self.relay: Relay | None = None
 
     def start(self, parent: Any) -> None:
+        leave_at_the_second_signal()
         try:
             chosen = settings()
             chosen.need("broker_url")
             urgent_first(parent.app)
-            task.line = set_up(chosen)
+            task.line = set_up(chosen, parent.hostname)
         except ConcordError as error:
             log.critical("the worker cannot start: %s", error)
             raise SystemExit(1) from None
@@ -327,6 +335,7 @@ class LineStep(bootsteps.StartStopStep):  # type: ignore[misc]
         windows = {"live": chosen.live_window, "bulk": chosen.bulk_window}
         self.relay = Relay(chosen.need("database_url"), windows, chosen.relay_poll_ms / 1000)
         self.relay.start()
+        Watchdog(task.watch, chosen.hang_limit_s).start()
 
     def stop(self, parent: Any) -> None:
         if self.relay is not None:

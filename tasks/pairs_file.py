@@ -3,9 +3,10 @@
 import csv
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 from uuid import UUID, uuid5
 
 from sqlalchemy import Engine
@@ -13,6 +14,7 @@ from sqlalchemy import Engine
 from db import outbox, runs
 from db.outbox import OutboxRow
 from db.runs import Run
+from tasks.high_water import LOOK_EVERY_S, HighWater
 from tasks.submit import PAIRS_PER_MESSAGE, Lane, chunked, envelope
 from worker.errors import ConcordError, ErrorCode, PairRejected
 from worker.messages import MAX_NAME_CHARS, Pair, as_uuid, clean
@@ -23,6 +25,8 @@ RUNS = UUID("6f0f3f2c-5b1e-4d0a-9a53-9c4f6c3c0d11")
 MESSAGES_PER_COMMIT = 16
 #: Characters of a line that cannot be read which an error quotes.
 QUOTED_CHARS = 60
+#: What a file of pairs may be, by its name's end.
+SUFFIXES = (".jsonl", ".ndjson", ".csv")
 PAIR_COLUMNS = frozenset(Pair.model_fields) - {"attributes"}
 
 Row = dict[str, Any] | PairRejected
@@ -37,14 +41,24 @@ def read_rows(path: Path) -> Iterator[Row]:
 
     In CSV, columns that are no field of a pair become its attributes. Raises FileWrong.
     """
+    suffix = suffix_of(path)
     try:
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
-            yield from csv_rows(lines) if path.suffix.lower() == ".csv" else jsonl_rows(lines)
+            yield from csv_rows(lines) if suffix == ".csv" else jsonl_rows(lines)
     except OSError as error:
         raise FileWrong(f"{path}: {error.strerror}") from None
 
 
-def jsonl_rows(lines: TextIO) -> Iterator[Row]:
+def suffix_of(path: Path) -> str:
+    """By which a file's form is known. Raises FileWrong for one that is not read."""
+    if (suffix := path.suffix.lower()) not in SUFFIXES:
+        raise FileWrong(
+            f"{path}: a file of pairs is named .jsonl (or .ndjson: one JSON object a line) or .csv, and not compressed"
+        )
+    return suffix
+
+
+def jsonl_rows(lines: Iterable[str]) -> Iterator[Row]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -59,7 +73,7 @@ def jsonl_rows(lines: TextIO) -> Iterator[Row]:
             yield PairRejected(ErrorCode.INVALID_PAIR, detail)
 
 
-def csv_rows(lines: TextIO) -> Iterator[Row]:
+def csv_rows(lines: Iterable[str]) -> Iterator[Row]:
     reader = csv.DictReader(lines, restkey="more columns", strict=True)
     try:
         if missing := {"image", "text"} - set(reader.fieldnames or ()):
@@ -78,6 +92,7 @@ def begin(engine: Engine, path: Path, *, lane: Lane, source: str, again: str = "
     """The run of this file: a new one, or the one that the same command began earlier. `again` makes another."""
     if not 1 <= len(source) <= MAX_NAME_CHARS:
         raise FileWrong(f"--source is a name of 1 to {MAX_NAME_CHARS} characters")
+    suffix_of(path)
     digest = hashlib.sha256()
     try:
         with path.open("rb") as file:
@@ -90,20 +105,33 @@ def begin(engine: Engine, path: Path, *, lane: Lane, source: str, again: str = "
         return runs.open_run(connection, run_id, name=path.name, lane=lane, source=source)
 
 
-def submit_file(engine: Engine, run: Run, rows: Iterator[Row]) -> Iterator[int]:
+def submit_file(
+    engine: Engine,
+    run: Run,
+    rows: Iterator[Row],
+    high_water: HighWater | None = None,
+    on_wait: Callable[[int], None] = lambda held: None,
+) -> Iterator[int]:
     """Write the run's pairs to the outbox, yielding how many each commit accepted.
 
+    While the outbox is above `high_water` nothing is written, and every second `on_wait` is called with the messages
+    that it holds; with 0 when that is over.
+
     The outbox rows and the run's `planned` commit together, so that a call that was cut short is taken up after the
-    last pair that was accepted. Lines that are no pairs are left out; the caller has seen them in `rows`. Raises
-    FileWrong where another call submits the same run at this moment.
+    last pair that was accepted. Lines that are no pairs are left out; the caller has seen them in `rows`, which are
+    read to their end in any case. Raises FileWrong where another call submits the same run at this moment.
     """
     if run.state != "planning":
+        for _ in rows:
+            pass
         return
     pairs = (row for row in rows if not isinstance(row, PairRejected))
     planned = run.planned
     numbered = ((place, pair) for place, pair in enumerate(pairs) if place >= run.planned)
     for group in chunked(chunked(numbered, PAIRS_PER_MESSAGE), MESSAGES_PER_COMMIT):
         accepted = sum(map(len, group))
+        if high_water is not None:
+            wait_below(high_water, on_wait)
         with engine.begin() as connection:
             if not runs.plan(connection, run.id, accepted, before=planned):
                 raise FileWrong(f"{run.name} is being submitted by another process too, which goes on")
@@ -112,6 +140,17 @@ def submit_file(engine: Engine, run: Run, rows: Iterator[Row]) -> Iterator[int]:
         yield accepted
     with engine.begin() as connection:
         runs.end_planning(connection, run.id)
+
+
+def wait_below(high_water: HighWater, on_wait: Callable[[int], None]) -> None:
+    """Until workers have brought the outbox down to its mark."""
+    waited = False
+    while (held := high_water.waiting()) > high_water.mark:
+        waited = True
+        on_wait(held)
+        time.sleep(LOOK_EVERY_S)
+    if waited:
+        on_wait(0)
 
 
 def message_of(run: Run, chunk: Sequence[tuple[int, Mapping[str, Any]]]) -> OutboxRow:

@@ -87,14 +87,12 @@ class Relay(threading.Thread):
             held, self.holds_lease = self.holds_lease, outbox.take_lease(connection, self.holder)
         if self.holds_lease and not held:
             log.info("this worker publishes the outbox")
+        if held and not self.holds_lease:
+            log.info("another worker publishes the outbox from now on")
         if not self.holds_lease:
             self.missing.clear()
             return
-        for lane in LANES:
-            # Less than that: nothing more is due, or Redis holds its window. Going on while workers make room would
-            # keep the other lane, and what was lost, waiting.
-            while self.publish_due(lane) == CLAIM_LIMIT and not self.stopped.is_set():
-                pass
+        self.publish_all_due()
         now = time.monotonic()
         if now >= self.next_search:
             self.next_search = now + SEARCH_EVERY_S
@@ -103,6 +101,13 @@ class Relay(threading.Thread):
             self.next_partitions = now + PARTITIONS_EVERY_S
             with self.engine.begin() as connection:
                 registry.make_partitions(connection)
+
+    def publish_all_due(self) -> None:
+        for lane in LANES:
+            # Less than that: nothing more is due, or Redis holds its window. Going on while workers make room would
+            # keep the other lane, and what was lost, waiting.
+            while self.publish_due(lane) == CLAIM_LIMIT and not self.stopped.is_set():
+                pass
 
     def publish_due(self, lane: str) -> int:
         """Claim, commit, then publish: a crash in between leaves a message that is found missing later."""
@@ -117,11 +122,17 @@ class Relay(threading.Thread):
         return len(rows)
 
     def hand_over(self, rows: Sequence[OutboxRow]) -> None:
-        """Publish each row; one that cannot be made a message is recorded, so that it holds nobody up."""
-        for row in rows:
+        """Publish each row; one that cannot be made a message is recorded, so that it holds nobody up.
+
+        Where Redis refuses, full for example, the rest is due again: marked as published it would be looked for, and
+        while that lasts the whole outbox would come to be.
+        """
+        for place, row in enumerate(rows):
             try:
                 publish([row])
             except redis_errors():
+                with self.engine.begin() as connection:
+                    outbox.unclaim(connection, rows[place:])
                 raise
             except Exception as error:
                 log.exception("message %s cannot be published; it is recorded", row.message_id)
@@ -148,8 +159,10 @@ class Relay(threading.Thread):
         if lost:
             log.warning("Redis lost %d messages; they are published again", len(lost))
             with self.engine.begin() as connection:
-                rows: Sequence[OutboxRow] = outbox.claim_again(connection, lost)
-            self.hand_over(rows)
+                # Reading what Redis holds takes its time.
+                if outbox.take_lease(connection, self.holder):
+                    outbox.make_due(connection, lost)
+            self.publish_all_due()
 
 
 class InRedis:

@@ -5,11 +5,12 @@ A setting `max_pairs` is the variable CONCORD_MAX_PAIRS, or a line of the file t
 """
 
 import os
+import re
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from worker.errors import ConcordError
@@ -17,6 +18,15 @@ from worker.errors import ConcordError
 PREFIX = "CONCORD_"
 #: Written by `concord local up`, read by every command that is run in the same folder.
 DEFAULT_ENV_FILE = ".concord/env"
+
+POSTGRES = "postgresql+psycopg://user:password@host/name"
+REDIS = "redis://:password@host:6379/0"
+REDIS_SCHEMES = ("redis", "rediss", "redis+socket", "sentinel")
+#: A URL with one @ at most, behind the login, and no password among the options, where it would not be masked.
+URL = (
+    r"(?P<scheme>[\w+.-]+)://(?:[^@/?#\[\]]*@)?(?:[^@/?#:\[\]]*|\[[\da-fA-F:.]+\])(?::\d+)?"
+    r"(?P<path>/[^@?#]*)?(?:\?(?!.*\bpassword=)[^@#]*)?"
+)
 
 
 class SettingsWrong(ConcordError):
@@ -28,15 +38,11 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=PREFIX, extra="ignore", frozen=True)
 
-    database_url: str | None = Field(
-        None, repr=False, description="Postgres for workers and producers: postgresql+psycopg://user:password@host/name"
-    )
+    database_url: str | None = Field(None, repr=False, description=f"Postgres for workers and producers: {POSTGRES}")
     owner_database_url: str | None = Field(
-        None, repr=False, description="The same database as its owner, for `concord db upgrade` only"
+        None, repr=False, description="The same database as its owner, for `concord db` and `concord erase` only"
     )
-    broker_url: str | None = Field(
-        None, repr=False, description="Redis, a database number of its own: redis://:password@host:6379/0"
-    )
+    broker_url: str | None = Field(None, repr=False, description=f"Redis, a database number of its own: {REDIS}")
     result_url: str | None = Field(None, repr=False, description="Where AsyncResult looks; the broker unless set")
 
     allowed_buckets: Annotated[tuple[str, ...], NoDecode] = Field(
@@ -71,11 +77,35 @@ class Settings(BaseSettings):
     live_window: int = Field(256, ge=1, description="Messages of the live lane that Redis holds at most")
     bulk_window: int = Field(512, ge=1, description="Messages of the bulk lane that Redis holds at most")
     relay_poll_ms: int = Field(500, ge=10, description="How often the relay looks for messages to publish")
+    outbox_high_water: int = Field(20_000, ge=1, description="Messages in the outbox from which producers slow down")
+
+    catalogs_file: Path | None = Field(None, description="The catalogs that are checked each night: a TOML file")
 
     @field_validator("allowed_buckets", mode="before")
     @classmethod
     def split_commas(cls, value: Any) -> Any:
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+    @field_validator("database_url", "owner_database_url")
+    @classmethod
+    def check_postgres(cls, url: str | None) -> str | None:
+        if url and not scheme_of(url, POSTGRES).startswith("postgresql"):
+            raise ValueError(f"Concord's database is Postgres: {POSTGRES}")
+        return url
+
+    @field_validator("broker_url", "result_url")
+    @classmethod
+    def check_redis(cls, url: str | None, info: ValidationInfo) -> str | None:
+        if url and scheme_of(url, REDIS) not in REDIS_SCHEMES and info.field_name == "broker_url":
+            raise ValueError(f"Concord's broker is Redis: {REDIS}")
+        return url
+
+    @field_validator("s3_endpoint_url")
+    @classmethod
+    def check_endpoint(cls, value: str | None) -> str | None:
+        if value and "@" in value:
+            raise ValueError("it holds a login; the keys are CONCORD_S3_ACCESS_KEY_ID and CONCORD_S3_SECRET_ACCESS_KEY")
+        return value
 
     def need(self, name: str) -> str:
         """A setting that this command cannot do without. Raises SettingsWrong with what to do."""
@@ -88,6 +118,29 @@ class Settings(BaseSettings):
         return str(value)
 
 
+def scheme_of(url: str, form: str) -> str:
+    """The scheme of a URL that all who read it will cut alike.
+
+    Where a / or an @ stands in a password as it is, some look for the host, the port or the database in the password's
+    second half, and name that half in their errors. Raises ValueError, which names no part of the URL.
+    """
+    match = re.fullmatch(URL, url)
+    if match is None or (match["scheme"] in ("redis", "rediss") and not re.fullmatch(r"/?\d*", match["path"] or "")):
+        raise ValueError(
+            f"not of the form {form}. In a user's name or a password write %40 for @, %2F for /, %3A for :, "
+            "%3F for ?, %23 for #, %5B for [, %5D for ] and %25 for %"
+        )
+    return match["scheme"]
+
+
+def variable(name: str) -> str:
+    """An environment variable that the file of catalogs names for a secret. Raises SettingsWrong."""
+    value = os.environ.get(name)
+    if not value:
+        raise SettingsWrong(f"the environment variable {name}, which the file of catalogs names, is not set")
+    return value
+
+
 @cache
 def settings() -> Settings:
     """The settings of this process, read once. Raises SettingsWrong."""
@@ -98,4 +151,5 @@ def settings() -> Settings:
         return Settings(_env_file=DEFAULT_ENV_FILE if named is None else named)  # type: ignore[call-arg]
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
-        raise SettingsWrong(f"{PREFIX}{str(problem['loc'][0]).upper()}: {problem['msg']}") from None
+        why = problem["msg"].removeprefix("Value error, ")
+        raise SettingsWrong(f"{PREFIX}{str(problem['loc'][0]).upper()}: {why}") from None

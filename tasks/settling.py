@@ -18,10 +18,11 @@ from db import verdicts
 from db.outbox import OutboxRow, Rejected
 from db.verdicts import Settlement, Verdict
 from tasks.settings import Settings
-from worker.batching import Delivery, Outcome
+from worker.batching import Outcome
+from worker.delivery import Delivery
 from worker.errors import CodedError, GivenUp, Hold, MessageRejected, TryLater
 from worker.images import DecodedImage
-from worker.messages import Message, Pair, RefusedPair, as_uuid, clean_string, encode
+from worker.messages import MAX_PAIRS_PER_MESSAGE, Message, Pair, RefusedPair, as_uuid, clean_string, encode
 from worker.model.config import Configuration
 from worker.moderator import Judgement, Policy, decide
 
@@ -276,7 +277,7 @@ def asked_for(delivery: Delivery, message: Message) -> list[UUID]:
     """The ids of all pairs of the message, those that earlier attempts settled among them."""
     payload = delivery.payload if isinstance(delivery.payload, Mapping) else {}
     before = payload.get("settled")
-    earlier = [as_uuid(one) for one in before] if isinstance(before, list) else []
+    earlier = [as_uuid(one) for one in before[:MAX_PAIRS_PER_MESSAGE]] if isinstance(before, list) else []
     now = [*(pair.id for pair in message.pairs), *(refused.id for refused in message.refused)]
     return [pair_id for pair_id in [*earlier, *now] if pair_id]
 

@@ -11,7 +11,8 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_random_exponential
 
-from db import verdicts
+from db import batches, suspects, verdicts
+from db.batches import BatchRow
 from db.engine import Trouble, trouble
 from db.outbox import Rejected
 from db.verdicts import Settlement, Verdict
@@ -65,23 +66,31 @@ def patiently(passing: Callable[[BaseException], bool], stopping: Callable[[], b
     )
 
 
-def write(engine: Engine, settlements: Sequence[Settlement], stopping: Callable[[], bool]) -> None:
-    """Commit a batch's settlements in one transaction; halve it where Postgres refuses the data of one of them."""
+def write(
+    engine: Engine,
+    settlements: Sequence[Settlement],
+    stopping: Callable[[], bool],
+    measured: BatchRow | None = None,
+) -> None:
+    """Commit a batch's settlements, and what was measured of it, in one transaction; halve it where Postgres refuses
+    the data of one of them.
+    """
     try:
-        persist(lambda: write_once(engine, settlements), stopping)
+        persist(lambda: write_once(engine, settlements, measured), stopping)
     except SQLAlchemyError as error:
         if len(settlements) > 1:
             middle = len(settlements) // 2
             write(engine, settlements[:middle], stopping)
-            write(engine, settlements[middle:], stopping)
+            write(engine, settlements[middle:], stopping, measured)
         elif len(settlements[0].verdicts) > 0:
             log.warning("Postgres refuses a message's rows: %s", first_line(error))
-            persist(lambda: write_once(engine, [storable(engine, settlements[0])]), stopping)
+            persist(lambda: write_once(engine, [storable(engine, settlements[0])], measured), stopping)
         else:
             raise
 
 
-def write_once(engine: Engine, settlements: Sequence[Settlement]) -> None:
+def write_once(engine: Engine, settlements: Sequence[Settlement], measured: BatchRow | None) -> None:
+    started = time.monotonic()
     whole = Settlement(
         verdicts=[row for one in settlements for row in one.verdicts],
         done=[key for one in settlements for key in one.done],
@@ -90,6 +99,9 @@ def write_once(engine: Engine, settlements: Sequence[Settlement]) -> None:
     )
     with engine.begin() as connection:
         verdicts.settle(connection, whole)
+        suspects.forget(connection, [*(key[0] for key in whole.done), *(row.message_id for row in whole.retries)])
+        if measured is not None:
+            batches.record(connection, replace(measured, write_s=time.monotonic() - started))
 
 
 def storable(engine: Engine, settlement: Settlement) -> Settlement:

@@ -24,6 +24,7 @@ from db import outbox
 from db.engine import make_engine
 from db.outbox import OutboxRow
 from tasks.app import app
+from tasks.high_water import HighWater
 from tasks.settings import settings
 from worker.errors import first_line
 from worker.messages import MAX_NAME_CHARS, TASK_NAME, VERSION, Pair, clean
@@ -63,6 +64,7 @@ def submit(
     `live` pairs are published at once while Redis holds few of them, `bulk` ones by the relay. With `connection` the
     rows are part of the caller's own transaction and the relay publishes them after its commit. `expires_at`: pairs
     not judged by then are rejected as `expired`. `wants_result`: AsyncResult(message_id).get() returns the verdicts.
+    While the outbox is above its mark the call pauses first (tasks/high_water.py); with `connection` it only warns.
     Raises ValueError or PairRejected for what no worker could read, SQLAlchemy's DBAPIError when the database is away:
     either way nothing was accepted.
     """
@@ -79,9 +81,11 @@ def submit(
     if len(set(pair_ids)) < len(pair_ids):
         raise ValueError("an id stands twice among these pairs: each has one verdict, under its own id")
     if connection is not None:
+        warn_when_high()
         outbox.add(connection, rows)
-    else:
-        at_once = lane == "live" and bool(rows) and has_room(len(rows))
+    elif rows:
+        high_water().slow_down(lane)
+        at_once = lane == "live" and has_room(len(rows))
         with engine().begin() as own:
             outbox.add(own, rows, published=at_once)
         if at_once:
@@ -129,7 +133,11 @@ def publish(rows: Sequence[OutboxRow]) -> None:
                 expires=row.expires_at,
                 # Said in the header alone: to say it to Celery would subscribe this process to the result.
                 ignore_result=True,
-                headers={"ignore_result": not row.wants_result, "publishes": row.publishes},
+                headers={
+                    "ignore_result": not row.wants_result,
+                    "publishes": row.publishes,
+                    "published_at": time.time(),
+                },
                 producer=producer,
                 argsrepr="(message,)",
                 retry=False,
@@ -177,6 +185,18 @@ def uuid7() -> UUID:
     """A UUID that sorts by time of making (RFC 9562): 48 bits of milliseconds, then random ones."""
     millis, random = time.time_ns() // 1_000_000, int.from_bytes(os.urandom(10))
     return UUID(int=(millis << 80 | 7 << 76 | (random >> 68) << 64 | 2 << 62 | random & (1 << 62) - 1))
+
+
+def warn_when_high() -> None:
+    """Say that the outbox is above its mark; a caller who has a connection of its own may have no database set."""
+    if settings().database_url:
+        high_water().excess()
+
+
+@cache
+def high_water() -> HighWater:
+    """How full the outbox is, as this process last saw it."""
+    return HighWater(engine(), settings().outbox_high_water)
 
 
 @cache

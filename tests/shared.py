@@ -12,7 +12,10 @@ from tests.conftest import Database
 
 NAME = "shared"
 EMPTY = """
-delete from verdict; delete from outbox; delete from run; delete from rejected_message; delete from model_version; delete from suspect;
+delete from verdict; delete from outbox; delete from run; delete from rejected_message; delete from model_version;
+delete from suspect;
+delete from batch; update retention set keep_months = null, rejected_days = null, run_days = null;
+delete from catalog_state; delete from catalog_object; delete from catalog_item;
 update relay_lease set holder = 'nobody', expires_at = '-infinity'
 """
 

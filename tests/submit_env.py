@@ -1,6 +1,7 @@
 """A producer in this process: the settings and the Celery application pointed at a test's own servers, then back."""
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -8,7 +9,7 @@ from kombu import pools
 
 from tasks.app import app
 from tasks.settings import PREFIX, settings
-from tasks.submit import engine
+from tasks.submit import engine, high_water
 
 #: Where a test that names no Redis would look for one: nothing listens there.
 NOWHERE = "redis://127.0.0.1:1/0"
@@ -42,9 +43,12 @@ def configured(**values: object) -> Iterator[None]:
 
 def forget() -> None:
     """Close what was made from the settings."""
+    high_water.cache_clear()
     if engine.cache_info().currsize:
         engine().dispose()
         engine.cache_clear()
     settings.cache_clear()
     pools.reset()
     app._after_fork()
+    # Celery makes its result backend once, with the addresses of that moment.
+    app._local, app._backend_cache = threading.local(), None

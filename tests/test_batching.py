@@ -2,13 +2,16 @@
 
 from collections.abc import Sequence
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from redis.exceptions import ResponseError
 
-from worker.batching import Batch, published_again
+from worker.batching import Batch, Deliveries, MicroBatchTask
+from worker.delivery import Delivery, published_again
 from worker.lanes import Lanes
 
 WAIT_S = 5.0
@@ -248,10 +251,32 @@ def test_one_decoder_that_hangs_is_seen_though_others_begin_and_end_beside_it() 
     assert batch.hang_clock.since is None
 
 
-def test_a_batch_that_hangs_is_watched_across_reconnects(monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import SimpleNamespace
+def test_a_message_that_redis_does_not_take_back_keeps_no_other_from_being_given_back() -> None:
+    asked: list[str] = []
 
-    from worker import batching
+    def message(name: str, error: Exception | None) -> Any:
+        def reject_log_error(_log: Any, _errors: Any, requeue: bool) -> None:
+            asked.append(name)
+            if error:
+                raise error
+
+        return SimpleNamespace(reject_log_error=reject_log_error)
+
+    consumer = SimpleNamespace(
+        app=SimpleNamespace(amqp=SimpleNamespace(queues=SimpleNamespace(consume_from={"live": 1, "bulk": 1}))),
+        timer=SimpleNamespace(call_repeatedly=lambda *_: None),
+        connection_errors=(),
+    )
+    deliveries = Deliveries(MicroBatchTask(), consumer, {})
+    for name, error in (("first", ResponseError("OOM command not allowed")), ("second", None)):
+        deliveries.lanes.add("live", Delivery(message(name, error), "live"), 1, 0.0)
+    deliveries.give_back()
+    assert asked == ["first", "second"]
+    assert deliveries.lanes.waiting() == []
+
+
+def test_a_batch_that_hangs_is_watched_across_reconnects(monkeypatch: pytest.MonkeyPatch) -> None:
+    from worker import batching, endings
 
     timers: list[SimpleNamespace] = []
 
@@ -268,8 +293,8 @@ def test_a_batch_that_hangs_is_watched_across_reconnects(monkeypatch: pytest.Mon
         pool=pool, timer=timer, app=SimpleNamespace(amqp=SimpleNamespace(queues=queues)), task_consumer=None
     )
     exits: list[int] = []
-    monkeypatch.setattr(batching.os, "_exit", exits.append)
-    monkeypatch.setattr(batching.faulthandler, "dump_traceback", lambda **_: None)
+    monkeypatch.setattr(endings.os, "_exit", exits.append)
+    monkeypatch.setattr(endings.faulthandler, "dump_traceback", lambda **_: None)
 
     class Hanging(batching.MicroBatchTask):
         name = "hanging"
@@ -281,10 +306,8 @@ def test_a_batch_that_hangs_is_watched_across_reconnects(monkeypatch: pytest.Mon
     batch.hang_clock.started["a decoder"] = 0.0
     task._deliveries.batches[id(batch)] = batch
     task.Strategy(task, None, consumer)
-    for entry in timers:
-        if not entry.cancelled:
-            entry.function()
-    assert exits == [batching.EXIT_HUNG]
+    task.watch()
+    assert exits == [endings.EXIT_HUNG]
     assert task._deliveries.lanes.inflight == {"live": 1, "bulk": 0}
     task.finish(batch, [])
     assert task._deliveries.lanes.inflight == {"live": 0, "bulk": 0}

@@ -16,11 +16,12 @@ import pytest
 import typer
 from sqlalchemy import Engine, text
 
-from db import registry
+from db import outbox, registry
 from db.engine import make_engine
-from db.outbox import Rejected
+from db.outbox import OutboxRow, Rejected
 from db.verdicts import Settlement, Verdict, settle
 from tasks import cli
+from tasks.submit import high_water
 from tests.conftest import Database
 from tests.model.golden import GOLDEN, recorded, write_checkpoint
 from tests.shared import emptied_database
@@ -30,7 +31,9 @@ database = emptied_database
 
 COMMANDS = (
     "quantize", "compare", "tune", "score", "submit", "verdict", "status",
-    "db upgrade", "local up", "local down", "local status", "local psql", "weights fetch",
+    "dead list", "dead show", "dead redrive", "dead drop",
+    "sql", "erase", "chaos",
+    "db upgrade", "db maintain", "local up", "local down", "local status", "local psql", "weights fetch",
 )  # fmt: skip
 
 
@@ -111,7 +114,7 @@ def test_every_command_and_every_option_says_what_it_is_for(concord: Concord, na
     assert " ".join(command.help.split()[:3]) in " ".join(shown.out.split())
 
 
-@pytest.mark.parametrize("arguments", [[], ["db"], ["local"], ["weights"]])
+@pytest.mark.parametrize("arguments", [[], ["dead"], ["db"], ["local"], ["weights"]])
 def test_without_a_command_the_help_is_shown(concord: Concord, arguments: list[str]) -> None:
     shown = concord(*arguments)
     assert "Commands" in shown.out + shown.err
@@ -225,6 +228,64 @@ def test_lines_that_are_no_pairs_are_told_and_counted_and_the_exit_status_is_1(
     assert "3 pairs accepted" in ran.err
     assert [f"line {n} is not a pair" in ran.err for n in (4, 8, 9)] == [True, True, False]
     assert "2 more lines" in ran.err
+    again = concord("submit", pairs)
+    assert (again.status, "line 4 is not a pair" in again.err) == (1, True), "they are no pairs the second time either"
+
+
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_a_file_without_a_pair_is_said_to_be_that(concord: Concord, line: Engine, tmp_path: Path, content: str) -> None:
+    path = tmp_path / "nothing.jsonl"
+    path.write_text(content)
+    ran = concord("submit", path)
+    assert ran.status == 1
+    assert "nothing.jsonl holds no pairs" in " ".join(ran.err.split())
+
+
+def overfill(line: Engine) -> None:
+    """More messages in the outbox than its mark."""
+    high_water().mark = 3
+    with line.begin() as connection:
+        outbox.add(connection, [OutboxRow(uuid4(), "bulk", {}) for _ in range(4)])
+
+
+@pytest.mark.parametrize("worker_runs", [True, False])
+def test_a_file_that_waits_for_workers_says_so_and_whether_one_runs(
+    concord: Concord, line: Engine, pairs: Path, monkeypatch: pytest.MonkeyPatch, worker_runs: bool
+) -> None:
+    overfill(line)
+    if worker_runs:
+        with line.begin() as connection:
+            outbox.take_lease(connection, "a worker")
+
+    def sleep(seconds: float) -> None:
+        """Meanwhile workers settle what waits."""
+        with line.begin() as connection:
+            connection.execute(text("delete from outbox"))
+        high_water().next_look = 0.0
+
+    monkeypatch.setattr("tasks.pairs_file.time.sleep", sleep)
+    ran = concord("submit", pairs)
+    said = " ".join(ran.err.split())
+    assert "the outbox holds 4 messages, CONCORD_OUTBOX_HIGH_WATER is 3: waiting for workers" in said
+    assert ("and none runs; start one" in said) == (not worker_runs)
+    assert (ran.status, "3 pairs accepted" in said) == (0, True)
+
+
+def test_control_c_while_waiting_for_workers_keeps_what_was_accepted(
+    concord: Concord, line: Engine, pairs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overfill(line)
+
+    def sleep(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tasks.pairs_file.time.sleep", sleep)
+    ran = concord("submit", pairs)
+    assert (ran.status, "the same command goes on" in ran.err) == (130, True)
+    with line.begin() as connection:
+        connection.execute(text("delete from outbox"))
+    high_water().next_look = 0.0
+    assert "3 pairs accepted" in concord("submit", pairs).err
 
 
 def test_waiting_ends_with_a_summary_and_with_status_1_when_a_pair_was_rejected(
@@ -262,6 +323,16 @@ def test_a_verdict_is_found_by_id_and_by_ref(concord: Concord, line: Engine, pai
     shown = concord("verdict", rows[1].pair_id)
     assert shown.status == 0
     assert "image_not_found" in shown.out
+
+
+def test_a_producers_words_are_neither_markup_nor_orders_to_the_terminal(
+    concord: Concord, line: Engine, pairs: Path
+) -> None:
+    concord("submit", pairs)
+    settle_all(line, error_detail="[/red] [bold]\x1b[2J")
+    shown = concord("verdict", "--ref", "sku-1")
+    assert shown.status == 0
+    assert "[/red] [bold]\ufffd[2J" in shown.out
 
 
 def test_a_pair_whose_message_could_not_be_read_is_found_too(concord: Concord, line: Engine) -> None:

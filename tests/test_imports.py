@@ -22,13 +22,17 @@ RULES: dict[str, set[str]] = {
     "worker": set(),
     "worker.errors": set(),
     "worker.messages": {"pydantic", "worker.errors"},
-    "worker.kombu_guards": {"kombu"},
+    "worker.kombu_guards": {"kombu", "redis"},
     "worker.lanes": set(),
-    "worker.batching": {"celery", "kombu", "worker.errors", "worker.kombu_guards", "worker.lanes"},
+    "worker.endings": {"celery"},
+    "worker.delivery": {"celery", "worker.errors", "worker.kombu_guards"},
+    "worker.batching": {"celery", "worker.delivery", "worker.endings", "worker.errors", "worker.lanes"},
+    "worker.consumer": {"celery", "worker.batching", "worker.delivery", "worker.errors", "worker.kombu_guards"},
     "worker.model": MODEL,
     "worker.quant": MODEL,
     "worker.weights": {"modelscope", "safetensors", "torch", "worker.model", "worker.errors"},
-    "worker.decode_image": {"PIL", "numpy", "worker.errors"},
+    "worker.image_containers": {"worker.errors"},
+    "worker.decode_image": {"PIL", "numpy", "worker.errors", "worker.image_containers"},
     "worker.images": {"obstore", "boto3", "botocore", "PIL", "worker.decode_image", "worker.errors"},
     "worker.moderator": {"torch", "PIL", "worker.model", "worker.quant", "worker.messages", "worker.errors"},
     "worker.compare": {"rich", "worker.compare", "worker.moderator"} | MODEL,
@@ -36,10 +40,21 @@ RULES: dict[str, set[str]] = {
     "tasks": {"tasks.app"},
     "tasks.settings": {"pydantic", "pydantic_settings", "worker.errors"},
     "tasks.app": {"celery", "worker.kombu_guards"},
-    "tasks.submit": {"kombu", "sqlalchemy", "db", "tasks.app", "tasks.settings", "worker.errors", "worker.messages"},
-    "tasks.pairs_file": {"sqlalchemy", "db", "tasks.submit", "worker.messages", "worker.errors"},
+    "tasks.high_water": {"sqlalchemy", "db", "worker.errors"},
+    "tasks.submit": {
+        "kombu",
+        "sqlalchemy",
+        "db",
+        "tasks.app",
+        "tasks.high_water",
+        "tasks.settings",
+        "worker.errors",
+        "worker.messages",
+    },
+    "tasks.pairs_file": {"sqlalchemy", "db", "tasks.high_water", "tasks.submit", "worker.messages", "worker.errors"},
     "tasks.relay": {"kombu", "sqlalchemy", "db", "tasks.app", "tasks.submit", "worker.errors"},
     "tasks.settling": {"sqlalchemy", "db", "tasks.settings", "worker"},
+    "tasks.lone": {"sqlalchemy", "db", "tasks.settling", "tasks.storing", "worker.errors"},
     "tasks.storing": {"sqlalchemy", "tenacity", "db", "worker.errors", "worker.messages"},
     "tasks.scoring": {"torch", "tasks.settings", "tasks.pairs_file", "worker"},
     "tasks.precision": {
@@ -51,12 +66,83 @@ RULES: dict[str, set[str]] = {
         "worker.compare",
         "worker.errors",
     },
+    "tasks.reports": {
+        "typer",
+        "rich",
+        "pyarrow",
+        "sqlalchemy",
+        "db",
+        "tasks.console",
+        "tasks.settings",
+        "worker.errors",
+    },
+    "tasks.catalogs": {"celery", "pydantic", "db", "tasks.settings", "worker.errors", "worker.messages"},
+    "tasks.nightly_s3": {"boto3", "botocore", "tasks.settings", "worker.errors"},
+    "tasks.nightly_sources": {
+        "pyarrow",
+        "db",
+        "tasks.catalogs",
+        "tasks.nightly_s3",
+        "tasks.pairs_file",
+        "tasks.settings",
+        "worker.errors",
+        "worker.messages",
+    },
+    "tasks.nightly_end": {
+        "pyarrow",
+        "sqlalchemy",
+        "tenacity",
+        "db",
+        "tasks.catalogs",
+        "tasks.nightly_s3",
+        "tasks.settings",
+        "tasks.storing",
+        "worker.errors",
+    },
+    "tasks.nightly": {
+        "sqlalchemy",
+        "tenacity",
+        "db",
+        "tasks.catalogs",
+        "tasks.nightly_end",
+        "tasks.nightly_s3",
+        "tasks.nightly_sources",
+        "tasks.settings",
+        "tasks.storing",
+        "tasks.submit",
+        "worker.errors",
+        "worker.messages",
+    },
+    "tasks.planner": {
+        "celery",
+        "sqlalchemy",
+        "db",
+        "tasks.catalogs",
+        "tasks.nightly",
+        "tasks.settings",
+        "tasks.storing",
+        "worker.errors",
+    },
+    "tasks.nightly_cli": {
+        "typer",
+        "rich",
+        "sqlalchemy",
+        "db",
+        "tasks.catalogs",
+        "tasks.console",
+        "tasks.nightly",
+        "tasks.nightly_sources",
+        "tasks.settings",
+        "worker.errors",
+    },
     "tasks.moderate": {"torch", "celery", "sqlalchemy", "db", "tasks", "worker"},
+    "tasks.console": {"rich"},
+    "tasks.dead": {"typer", "rich", "sqlalchemy", "db", "tasks.console", "tasks.submit", "worker.errors"},
     "tasks.cli": {"typer", "rich", "kombu", "sqlalchemy", "db", "tasks", "worker.errors", "worker.weights", "infra"},
     "infra.local": {"psutil", "psycopg", "redis", "boto3", "botocore", "infra.local", "worker.errors"},
 }
-#: What the command line's functions that may import infra are called: those of `concord local ...`.
-MAY_START_SERVERS = "local_"
+#: What the command line's functions that may import infra are called: those of `concord local ...` and `concord chaos`.
+MAY_START_SERVERS = ("local_", "chaos")
 
 
 def name_of(path: Path) -> str:
@@ -140,7 +226,8 @@ def run(code: str) -> str:
     return done.stdout
 
 
-LIGHT = ("celeryconfig", "tasks.submit", "tasks.pairs_file", "tasks.relay", "tasks.settings", "tasks.app", "tasks.cli")
+LIGHT = ("celeryconfig", "tasks.submit", "tasks.pairs_file", "tasks.relay", "tasks.settings", "tasks.app", "tasks.cli",
+         "tasks.planner")  # fmt: skip
 
 
 def test_producers_and_the_relay_load_no_torch_not_even_through_others() -> None:

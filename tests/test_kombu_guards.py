@@ -1,32 +1,27 @@
-"""The two faults of kombu's Redis transport: seen on a real Redis without the guards, gone with them."""
+"""The faults of kombu's Redis transport: seen on a real Redis without the guards, gone with them."""
 
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any
 
 import kombu
 import pytest
 import redis
 from kombu.transport import redis as transport
+from redis.exceptions import ConnectionError as Gone
+from redis.exceptions import ResponseError
 
 from infra.local.redis import Redis
-from infra.local.state import State
+from tests.redis_server import Refusing, redis_server
 from tests.submit_env import environment
 from worker import kombu_guards
 from worker.kombu_guards import NOT_JSON, as_message, is_message
 
-
-@pytest.fixture
-def own_redis(tmp_path: Path) -> Iterator[Redis]:
-    """A Redis that this test alone starts and kills."""
-    server = Redis(tmp_path, State(tmp_path / "state.json"))
-    server.start()
-    yield server
-    server.kill()
-
+own_redis = redis_server
 
 #: Takes a message and asks for the next, waits until it is told that Redis is gone, and closes as Celery's worker does
 #: that lost its connection: first the connection, then the channel of its consumer.
@@ -116,6 +111,9 @@ BAD_SHAPES = [
     with_properties(delivery_tag=5),
     with_properties(delivery_info=None),
     with_properties(delivery_info={}),
+    with_properties(delivery_info={"exchange": "live"}),
+    # Redis keeps no lone surrogates.
+    with_properties(delivery_tag="\ud800"),
     with_properties(body_encoding="rot13"),
     with_properties(body_encoding=["base64"]),
 ]
@@ -131,14 +129,22 @@ BAD_BYTES = [
 ]
 
 
+#: What the guards replace, and where.
+PATCHED: dict[Any, tuple[str, ...]] = {
+    transport: ("bytes_to_str", "loads"),
+    transport.Transport: ("_deliver",),
+    transport.QoS: ("append", "can_consume", "restore_unacked", "restore_visible", "restore_by_tag"),
+    transport.Channel: ("maybe_refresh_binding_expiry", "_queue_bind"),
+}
+
+
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guards, until the end of the test or, where another module has installed them, for good."""
-    for owner, name in [
-        (transport, "bytes_to_str"), (transport, "loads"), (transport.Transport, "_deliver"),
-        (transport.QoS, "restore_unacked"),
-    ]:  # fmt: skip
-        monkeypatch.setattr(owner, name, getattr(owner, name))
+    for owner, names in PATCHED.items():
+        for name in names:
+            monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(kombu_guards, "unnoted", {})
     kombu_guards.install()
 
 
@@ -177,22 +183,116 @@ def test_a_message_of_kombus_own_is_left_as_it_is(shape: object) -> None:
 
 @pytest.mark.usefixtures("installed")
 def test_installing_twice_wraps_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = transport.Transport._deliver, transport.QoS.restore_unacked, transport.loads, transport.bytes_to_str
+    before = [getattr(owner, name) for owner, names in PATCHED.items() for name in names]
     kombu_guards.install()
-    assert before == (
-        transport.Transport._deliver, transport.QoS.restore_unacked, transport.loads, transport.bytes_to_str
-    )  # fmt: skip
+    assert before == [getattr(owner, name) for owner, names in PATCHED.items() for name in names]
 
 
 @pytest.mark.parametrize(("version", "replaced"), [("5.7.0", True), ("5.7.1", False), ("5.6.3", False)])
+@pytest.mark.parametrize("name", ["restore_unacked", "append"])
 @pytest.mark.usefixtures("installed")
 def test_a_release_in_which_the_fault_was_not_seen_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, version: str, replaced: bool
+    monkeypatch: pytest.MonkeyPatch, name: str, version: str, replaced: bool
 ) -> None:
     def original(self: object, client: object = None) -> None:
         """Stands for kombu's own."""
 
-    monkeypatch.setattr(transport.QoS, "restore_unacked", original)
+    monkeypatch.setattr(transport.QoS, name, original)
     monkeypatch.setattr(kombu, "__version__", version)
     kombu_guards.install()
-    assert (transport.QoS.restore_unacked is not original) == replaced
+    assert (getattr(transport.QoS, name) is not original) == replaced
+
+
+@contextmanager
+def consuming(url: str, waiting: int) -> Iterator[tuple[Any, list[Any]]]:
+    """A channel that consumes `live`, where so many messages wait, and what it got by now: the first."""
+    with kombu.Connection(url) as connection:
+        queue = kombu.Queue("live")
+        producer = connection.Producer()
+        for number in range(waiting):
+            producer.publish({"number": number}, routing_key="live", declare=[queue])
+        channel = connection.channel()
+        got: list[Any] = []
+        kombu.Consumer(channel, [queue], on_message=got.append, accept=["json"]).consume()
+        yield channel, got
+
+
+def drain(channel: Any) -> None:
+    """Whatever comes within a second, which BRPOP waits at most."""
+    with pytest.raises(TimeoutError):
+        while True:
+            channel.connection.client.drain_events(timeout=1.5)
+
+
+def held(url: str) -> tuple[int, int]:
+    """How many messages wait in `live`, and how many are noted as unacknowledged."""
+    with redis.Redis.from_url(url) as client:
+        return int(client.llen("live")), int(client.hlen("unacked"))
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_a_full_redis_does_not_let_note_is_handed_on_and_no_other_is_taken(own_redis: Redis) -> None:
+    with consuming(own_redis.url(), 3) as (channel, got):
+        with Refusing(own_redis):
+            drain(channel)
+            assert ([message.decode() for message in got], held(own_redis.url())) == ([{"number": 0}], (2, 0))
+            got[0].ack()
+            drain(channel)
+            assert ([message.decode()["number"] for message in got], held(own_redis.url())) == ([0, 1], (1, 0))
+        channel.qos.restore_visible()
+        assert held(own_redis.url()) == (1, 1), "the second is noted, the first was settled before"
+        assert kombu_guards.unnoted == {}
+        drain(channel)
+        assert ([message.decode()["number"] for message in got], held(own_redis.url())) == ([0, 1, 2], (0, 2))
+        for message in got[1:]:
+            message.ack()
+        assert held(own_redis.url()) == (0, 0)
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_could_not_be_noted_can_be_given_back_later(own_redis: Redis) -> None:
+    with consuming(own_redis.url(), 1) as (channel, got):
+        with Refusing(own_redis):
+            drain(channel)
+            with pytest.raises(ResponseError):
+                got[0].reject(requeue=True)
+        got[0].reject(requeue=True)
+        assert held(own_redis.url()) == (1, 0)
+
+
+@pytest.mark.usefixtures("installed")
+def test_what_was_popped_while_the_connection_broke_is_noted_over_the_next(
+    own_redis: Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: object) -> None:
+        raise Gone("Connection reset by peer")
+
+    with consuming(own_redis.url(), 1) as (channel, got):
+        with monkeypatch.context() as patched:
+            patched.setattr(transport.QoS, "pipe_or_acquire", broken)
+            with pytest.raises(Gone):
+                drain(channel)
+        assert (got, held(own_redis.url())) == ([], (0, 0)), "as kombu leaves it: in nobody's hands"
+    with kombu.Connection(own_redis.url()) as connection:
+        qos = connection.channel().qos
+        qos.restore_visible()
+        assert held(own_redis.url()) == (0, 1)
+        with redis.Redis.from_url(own_redis.url()) as client:
+            # As old as the visibility timeout, so that it comes back.
+            (tag,) = client.zrange("unacked_index", 0, -1)
+            client.zadd("unacked_index", {tag: time.time() - qos.visibility_timeout})
+        qos.restore_visible(interval=1)
+        assert held(own_redis.url()) == (1, 0)
+
+
+@pytest.mark.usefixtures("installed")
+def test_while_redis_refuses_nothing_is_restored_and_a_queue_that_needs_its_binding_is_not_declared(
+    own_redis: Redis, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kombu_guards, "say_again_at", 0.0)
+    with kombu.Connection(own_redis.url()) as connection, connection.channel() as channel, Refusing(own_redis):
+        channel.qos.restore_visible()
+        kombu.Queue("control", kombu.Exchange("control", "fanout"))(channel).declare()
+        with pytest.raises(ResponseError):
+            kombu.Queue("live", kombu.Exchange("live"), routing_key="live")(channel).declare()
+    assert caplog.text.count("Redis refuses to write: command not allowed when used memory > 'maxmemory'. ") == 1

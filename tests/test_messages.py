@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from worker.errors import ErrorCode, MessageRejected
-from worker.messages import MAX_ATTRIBUTE_DEPTH, MAX_PAIRS_PER_MESSAGE, MAX_TEXT_CHARS, Message, Pair, decode, encode
+from worker.messages import (
+    MAX_ATTRIBUTE_DEPTH,
+    MAX_PAIR_VALUES,
+    MAX_PAIRS_PER_MESSAGE,
+    MAX_TEXT_CHARS,
+    Message,
+    Pair,
+    decode,
+    encode,
+)
 
 NOW = datetime(2026, 1, 15, 12, tzinfo=UTC)
 OLDEST = datetime(2025, 12, 1, tzinfo=UTC)
@@ -35,6 +44,13 @@ def payload(*pairs: Any, **fields: Any) -> dict[str, Any]:
 
 def read(value: object, default_id: UUID | None = None) -> Message:
     return decode(value, now=NOW, oldest=OLDEST, default_id=default_id)
+
+
+def read_or_refused(value: object) -> Message | MessageRejected:
+    try:
+        return read(value)
+    except MessageRejected as error:
+        return error
 
 
 def nested(depth: int) -> Any:
@@ -151,6 +167,51 @@ def test_a_field_of_the_wrong_kind_refuses_the_message_and_is_named(field: str, 
     with pytest.raises(MessageRejected, match=field) as caught:
         read(payload(**{field: value}))
     assert caught.value.code is ErrorCode.INVALID_MESSAGE
+
+
+@pytest.mark.parametrize(
+    "spelt",
+    [
+        "a0eebc99-9c0b-4ef8-bb6d-6bb9bd380a11",
+        "A0EEBC99-9C0B-4EF8-BB6D-6BB9BD380A11",
+        "{a0eebc99-9c0b-4ef8-bb6d-6bb9bd380a11}",
+        "a0eebc999c0b4ef8bb6d6bb9bd380a11",
+        "a0ee-bc99-9c0b-4ef8-bb6d-6bb9-bd38-0a11",
+    ],
+)
+def test_ids_may_be_spelt_in_any_way_that_postgres_takes(spelt: str) -> None:
+    message = read(payload(pair(id=spelt), message_id=spelt, run_id=spelt))
+    assert {message.message_id, message.run_id, message.pairs[0].id} == {UUID("a0eebc99-9c0b-4ef8-bb6d-6bb9bd380a11")}
+
+
+@pytest.mark.parametrize("mark", [None, 5, "x", ["x", None, [], str(PAIR_ID)], {}, [str(PAIR_ID)] * 300])
+def test_a_workers_mark_that_somebody_else_set_refuses_nothing(mark: object) -> None:
+    message = read(payload(pair(id=str(PAIR_ID)), replaced=mark))
+    assert [one.id for one in message.pairs] == [PAIR_ID]
+    assert message.replaced == ({PAIR_ID} if isinstance(mark, list) else frozenset())
+
+
+MANY: list[Any] = [[]] * 1_000_000
+
+
+@pytest.mark.parametrize(
+    "field", ["v", "message_id", "submitted_at", "run_id", "source", "fresh", "attempts", "replaced", "pairs", "other"]
+)
+def test_a_million_values_in_a_field_of_the_message_are_not_gone_through(field: str) -> None:
+    found = read_or_refused(payload(**{field: MANY}))
+    if isinstance(found, MessageRejected):
+        assert field in found.detail or field in ("v", "pairs")
+        assert len(found.detail) < 300
+    else:
+        assert found.pairs
+
+
+@pytest.mark.parametrize("attributes", [{"a": MANY}, {"a": [MANY]}, {str(n): n for n in range(MAX_PAIR_VALUES + 1)}])
+def test_a_pair_of_very_many_values_is_refused_alone(attributes: dict[str, Any]) -> None:
+    message = read(payload(pair(attributes=attributes), pair(attributes={"a": [0] * 9_000})))
+    (refused,) = message.refused
+    assert (refused.error.code, len(message.pairs)) == (ErrorCode.INVALID_PAIR, 1)
+    assert "more than 10000 values" in refused.error.detail
 
 
 def test_a_message_holds_at_most_256_pairs() -> None:
@@ -287,35 +348,76 @@ def test_the_next_attempt_holds_only_the_pairs_that_are_left_and_still_knows_wha
     assert (again.message_id, again.submitted_at) == (message.message_id, message.submitted_at)
 
 
-TEXTS = st.text(max_size=5) | st.sampled_from(["\0", "\ud800", "", str(PAIR_ID), str(MESSAGE_ID), "s3://b/k"])
+#: What is dear to some layer: to JSON, to Python, to pydantic, to Postgres.
+ODD_TEXTS = [
+    "\0",
+    "\ud800",
+    "",
+    " ",
+    str(PAIR_ID),
+    str(MESSAGE_ID),
+    "s3://b/k",
+    "NaN",
+    "\u202e",
+    "\ufeff",
+]
+ODD_NUMBERS = [0, -1, 2**31, 2**63, 2**70, 10**308, 1e308, 5e-324, float("nan"), float("-inf"), True]
+LONG = st.integers(1, 3).map(lambda times: "x" * (100_001 * times))
+TEXTS = st.text(max_size=5) | st.sampled_from(ODD_TEXTS) | LONG
+TYPED = st.fixed_dictionaries({"__type__": TEXTS, "__value__": TEXTS})
+DEEP = st.sampled_from([MAX_ATTRIBUTE_DEPTH, MAX_ATTRIBUTE_DEPTH + 1, 200]).map(nested)
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 2**70) | st.floats() | TEXTS,
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 2**70)
+    | st.floats()
+    | TEXTS
+    | st.sampled_from(ODD_NUMBERS)
+    | DEEP
+    | TYPED,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=5,
 )
+#: What JSON never makes, and a decoder that is not as strict might.
+NOT_JSON = st.sampled_from(
+    [b"bytes", {1, 2}, (1, 2), NOW, MESSAGE_ID, object(), {5: "a"}, {None: 1}, range(3), 1j, print]
+)
 FIELDS = {
     "id": st.sampled_from([str(PAIR_ID), str(MESSAGE_ID), str(uuid5(MESSAGE_ID, "1")), None]) | JSON,
+    "ref": st.none() | JSON,
     "text": st.just("a shoe") | JSON,
+    "premise": st.none() | JSON,
     "image": st.just("s3://b/k") | JSON,
-    "attributes": st.just({}) | JSON,
+    "attributes": st.just({}) | JSON | st.dictionaries(TEXTS, JSON, max_size=3),
     "policy": st.just("catalog") | JSON,
 }
 PAIRS = st.lists(st.fixed_dictionaries({}, optional=FIELDS) | JSON, max_size=5)
 ENVELOPES = st.fixed_dictionaries(
     {"v": st.just(1) | JSON, "message_id": st.just(str(MESSAGE_ID)) | JSON, "pairs": PAIRS | JSON},
-    optional=dict.fromkeys(("run_id", "source", "fresh", "attempts", "replaced"), JSON),
+    optional=dict.fromkeys(("run_id", "source", "fresh", "attempts", "replaced", "settled", "submitted_at"), JSON),
 ).map(lambda fields: {"submitted_at": "2026-01-15T11:00:00+00:00", **fields})
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(JSON | ENVELOPES | PAIRS.map(lambda pairs: payload(pairs=pairs)))
 def test_whatever_arrives_is_read_or_refused_and_no_pair_is_lost_or_counted_twice(value: Any) -> None:
-    try:
-        message = read(value)
-    except MessageRejected:
+    message = read_or_refused(value)
+    if isinstance(message, MessageRejected):
+        assert message.detail
         return
     assert len(message.pairs) + len(message.refused) + len(message.duplicates) == len(value["pairs"])
     ids = [one.id for one in message.pairs] + [one.id for one in message.refused]
     assert len(set(ids)) == len(ids)
     # What was read can be stored and sent on.
     json.dumps(encode(message), ensure_ascii=False, allow_nan=False).encode()
+    for refused in (*message.refused, *message.duplicates):
+        described = (refused.ref, refused.image, refused.text, refused.policy)
+        assert not [text for text in described if text and ("\0" in text or len(text.encode()) > 8_000)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(NOT_JSON, st.sampled_from([*FIELDS, None]), st.sampled_from(["source", "replaced", "pairs", "message_id", "v"]))
+def test_even_what_no_json_holds_is_refused_and_never_raises_anything_else(odd: Any, of_pair: Any, field: str) -> None:
+    for value in (odd, payload(**{field: odd}), payload(odd if of_pair is None else pair(**{of_pair: odd}))):
+        found = read_or_refused(value)
+        assert found.detail if isinstance(found, MessageRejected) else json.dumps(encode(found))

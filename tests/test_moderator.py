@@ -2,7 +2,8 @@
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import torch
 from PIL import Image
 
 from tests.model.golden import SETS, TOLERANCE, Spy, loaded, picture, recorded, write_checkpoint
-from worker.errors import CodedError, ErrorCode, PairRejected, TryLater
+from worker.errors import CodedError, DeviceLost, ErrorCode, PairRejected, TryLater
 from worker.model.checkpoint import load
 from worker.moderator import SHIPPED_POLICIES, Judgement, Moderator, Policy, Question, decide
 
@@ -176,24 +177,122 @@ def test_scores_that_are_not_numbers_fail_the_pair_alone(monkeypatch: pytest.Mon
     judgements([results[0], results[2]])
 
 
+class SmallMemory:
+    """A step of the model that runs out of memory where `size` of its first argument is above `room`."""
+
+    def __init__(self, step: Callable[..., Any], size: Callable[[tuple[int, ...]], int], room: int) -> None:
+        self.step, self.size, self.room = step, size, room
+        self.fitted: list[tuple[int, ...]] = []
+        self.ran_out: list[tuple[int, ...]] = []
+
+    def __call__(self, first: torch.Tensor, *others: Any) -> Any:
+        shape = tuple(first.shape)
+        if self.size(shape) > self.room:
+            self.ran_out.append(shape)
+            raise torch.OutOfMemoryError(f"no room for {shape}")
+        self.fitted.append(shape)
+        return self.step(first, *others)
+
+
+def rows(shape: tuple[int, ...]) -> int:
+    return shape[0]
+
+
+def cells(shape: tuple[int, ...]) -> int:
+    return shape[0] * shape[1]
+
+
 def test_running_out_of_memory_halves_and_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     moderator = Moderator(loaded(), "cpu")
-    encode = moderator.model.encode
-
-    def small_memory(ids: torch.Tensor, features: torch.Tensor) -> object:
-        if len(ids) > 2:
-            raise torch.OutOfMemoryError("too many rows")
-        return encode(ids, features)
-
-    spy = Spy(small_memory)
-    monkeypatch.setattr(moderator.model, "encode", spy)
+    encode = SmallMemory(moderator.model.encode, rows, room=2)
+    monkeypatch.setattr(moderator.model, "encode", encode)
     asked = [questions()[0]] * 8
 
     first = judgements(moderator.judge(asked))
     again = judgements(moderator.judge(asked))
 
-    assert [shape[0] for shape in spy.shapes] == [8, 4, 2, 2, 4, 2, 2, 2, 2, 2, 2]
+    assert [rows(shape) for shape in encode.ran_out] == [8, 4]
+    assert [rows(shape) for shape in encode.fitted] == [2] * 8
     assert_same(first, again)
+
+
+def test_a_ceiling_found_at_one_length_holds_for_longer_ones_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    moderator = Moderator(loaded(), "cpu")
+    encode = SmallMemory(moderator.model.encode, cells, room=4 * 16)
+    monkeypatch.setattr(moderator.model, "encode", encode)
+
+    def ask(words: int) -> list[tuple[int, ...]]:
+        encode.ran_out.clear()
+        judgements(moderator.judge([Question(picture("wide.jpg"), b"wide", "cup " * words)] * 8))
+        return encode.ran_out
+
+    assert ask(1) == [(8, 16)]
+    assert ask(20) == [(4, 32)]  # not 8 again
+    assert ask(40) == [(2, 48)]
+    assert (ask(1), ask(20), ask(40)) == ([], [], [])
+    assert encode.fitted[-14:] == [(4, 16)] * 2 + [(2, 32)] * 4 + [(1, 48)] * 8, "shorter ones suffer"
+
+
+@pytest.mark.parametrize("room", [100, 300, 1_000])
+def test_whatever_fits_every_pair_is_judged_as_with_ample_memory(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [replace(one, text=one.text + " cup" * (n * 5 % 41)) for n, one in enumerate(questions() * 2)]
+    expected = judgements(Moderator(loaded(), "cpu").judge(asked))
+    moderator = Moderator(loaded(), "cpu")
+    encode = SmallMemory(moderator.model.encode, cells, room)
+    trunk = SmallMemory(moderator.model.trunk, rows, room=3)
+    monkeypatch.setattr(moderator.model, "encode", encode)
+    monkeypatch.setattr(moderator.model, "trunk", trunk)
+
+    counts = []
+    for _ in range(4):
+        assert_same(judgements(moderator.judge(asked)), expected)
+        counts.append(len(encode.ran_out) + len(trunk.ran_out))
+
+    assert counts[0] > 0
+    assert counts[-1] == counts[-2], "it goes on running out of memory"
+
+
+def test_running_out_of_memory_for_pictures_leaves_the_pairs_ceiling_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    moderator = Moderator(loaded(), "cpu")
+    encode = Spy(moderator.model.encode)
+    trunk = SmallMemory(moderator.model.trunk, rows, room=2)
+    monkeypatch.setattr(moderator.model, "encode", encode)
+    monkeypatch.setattr(moderator.model, "trunk", trunk)
+    pictures = [Image.new("RGB", (9, 9), (20 * n, 0, 0)) for n in range(7)]
+    asked = [Question(picture, picture.tobytes(), "a cup") for picture in pictures]
+
+    first = judgements(moderator.judge(asked))
+    again = judgements(moderator.judge(asked))
+
+    assert [rows(shape) for shape in trunk.ran_out] == [7, 3]
+    assert [rows(shape) for shape in trunk.fitted] == [1] * 14
+    assert [rows(shape) for shape in encode.shapes] == [7, 7]
+    assert_same(first, again)
+
+
+def test_a_picture_too_large_for_the_memory_by_itself_fails_its_own_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    moderator = Moderator(loaded(), "cpu")
+    trunk = moderator.model.trunk
+
+    def no_black(pixels: torch.Tensor) -> torch.Tensor:
+        if (pixels == -1).all((1, 2, 3)).any():
+            raise torch.OutOfMemoryError("no room for black")
+        return trunk(pixels)
+
+    monkeypatch.setattr(moderator.model, "trunk", no_black)
+    asked = questions()[:5]
+    asked[2] = Question(Image.new("RGB", (9, 9)), b"black", "a black square")
+
+    results = moderator.judge(asked)
+
+    failed = results.pop(2)
+    assert isinstance(failed, TryLater)
+    assert (failed.code, failed.detail) == (ErrorCode.MODEL_FAILED, "MemoryError: for one picture: no room for black")
+    judgements(results)
+    encode = Spy(moderator.model.encode)
+    monkeypatch.setattr(moderator.model, "encode", encode)
+    judgements(moderator.judge([questions()[0]] * 8))
+    assert [rows(shape) for shape in encode.shapes] == [8]
 
 
 def test_a_pair_too_large_for_the_memory_by_itself_is_tried_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,6 +302,19 @@ def test_a_pair_too_large_for_the_memory_by_itself_is_tried_later(monkeypatch: p
     results = moderator.judge(questions()[:3])
 
     assert [result.code for result in results if isinstance(result, TryLater)] == [ErrorCode.MODEL_FAILED] * 3
+
+
+def test_a_device_that_is_lost_is_not_taken_for_the_fault_of_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    moderator = Moderator(loaded(), "cpu")
+    illegal = RuntimeError("CUDA error: an illegal memory access was encountered")
+    monkeypatch.setattr(moderator.model, "encode", Fails(moderator, range(9000), illegal))
+
+    def ones(*_: object, **__: object) -> torch.Tensor:
+        raise illegal
+
+    monkeypatch.setattr(torch, "ones", ones)
+    with pytest.raises(DeviceLost, match="cpu does not answer any more: RuntimeError: CUDA error: an illegal"):
+        moderator.judge(questions()[:2])
 
 
 def test_what_ends_the_process_is_not_held_back(monkeypatch: pytest.MonkeyPatch) -> None:

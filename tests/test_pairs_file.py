@@ -13,6 +13,7 @@ from db import runs
 from db.engine import make_engine
 from db.runs import Run
 from tasks import pairs_file
+from tasks.high_water import HighWater
 from tasks.pairs_file import FileWrong, Row, begin, noting, once, read_rows, submit_file
 from tests.conftest import Database
 from tests.shared import emptied_database
@@ -227,6 +228,67 @@ def test_lines_that_are_no_pairs_are_left_out_and_ids_that_were_given_are_kept(t
     first, second = submitted(engine)
     assert UUID(first["id"]).version == 5
     assert second["id"] == ID
+
+
+def test_a_file_that_was_submitted_before_still_says_which_lines_are_no_pairs(tmp_path: Path, engine: Engine) -> None:
+    path = write(tmp_path, "pairs.jsonl", '{"image": "s3://shop/1.jpg", "text": "a red shoe"}\nno pair')
+    for accepted in ([1], []):
+        unreadable: list[PairRejected] = []
+        assert list(submit_file(engine, start(engine, path), noting(read_rows(path), unreadable))) == accepted
+        assert [row.detail.split(" is ")[0] for row in unreadable] == ["line 2"]
+
+
+@pytest.mark.parametrize("name", ["pairs.txt", "pairs", "pairs.json", "pairs.jsonl.gz"])
+def test_a_file_of_another_kind_is_refused_with_the_kinds_that_are_read(
+    tmp_path: Path, engine: Engine, name: str
+) -> None:
+    path = write(tmp_path, name, "{}")
+    with pytest.raises(FileWrong, match=r"\.jsonl .* or \.csv, and not compressed"):
+        list(read_rows(path))
+    with pytest.raises(FileWrong, match=r"\.jsonl .* or \.csv, and not compressed"):
+        start(engine, path)
+
+
+@pytest.fixture
+def tide(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> HighWater:
+    """A mark at three messages, looked at every time."""
+    monkeypatch.setattr("tasks.high_water.LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(pairs_file, "LOOK_EVERY_S", 0.0)
+    return HighWater(engine, 3)
+
+
+def test_while_the_outbox_is_above_its_mark_a_file_waits_for_workers(
+    tmp_path: Path, engine: Engine, small_commits: None, tide: HighWater
+) -> None:
+    path = pairs_in(tmp_path, 10)
+    seen: list[int] = []
+
+    def on_wait(held: int) -> None:
+        seen.append(held)
+        with engine.begin() as connection:  # A worker settles a message.
+            connection.execute(text("delete from outbox where message_id = (select message_id from outbox limit 1)"))
+
+    run = start(engine, path)
+    assert list(submit_file(engine, run, read_rows(path), tide, on_wait)) == [4, 4, 2]
+    # Two messages, then four; one of them is settled while the third commit waits.
+    assert seen == [4, 0]
+    assert state(engine, run).planned == 10
+
+
+def test_a_file_that_waits_can_be_interrupted_and_goes_on_later(
+    tmp_path: Path, engine: Engine, small_commits: None, tide: HighWater
+) -> None:
+    path = pairs_in(tmp_path, 11)
+
+    def interrupted(held: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        list(submit_file(engine, start(engine, path), read_rows(path), tide, interrupted))
+    again = start(engine, path)
+    assert (again.planned, again.state) == (8, "planning")
+    assert list(submit_file(engine, again, read_rows(path))) == [3]
+    assert [pair["ref"] for pair in submitted(engine)] == [f"sku-{n}" for n in range(11)]
 
 
 def test_an_empty_file_is_a_run_that_is_done(tmp_path: Path, engine: Engine) -> None:

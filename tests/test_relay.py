@@ -19,6 +19,7 @@ from tasks.submit import publish
 from tests.conftest import Database
 from tests.shared import emptied_database
 from tests.submit_env import configured
+from worker.delivery import published_again
 from worker.messages import TASK_NAME
 
 database = emptied_database
@@ -286,6 +287,47 @@ def test_a_relay_that_lost_the_lease_forgets_what_it_missed(relays: tuple[Relay,
     second.turn()
     first.turn()
     assert first.missing == set()
+
+
+def test_a_relay_that_lost_the_lease_while_it_read_redis_makes_nothing_due(
+    relays: tuple[Relay, Relay], redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = relays
+    first.turn()
+    publish_long_ago(first)
+    lose(redis_url)
+    first.publish_lost(0.0)
+    read = module.snapshot
+
+    def read_slowly(*, contents: bool) -> module.InRedis:
+        found = read(contents=contents)
+        sql(first, "update relay_lease set expires_at = now() - interval '1 second'")
+        second.turn()
+        return found
+
+    monkeypatch.setattr(module, "snapshot", read_slowly)
+    first.publish_lost(5.0)
+    assert [row.published_at is None for row in sql(first, "select published_at from outbox")] == [False]
+    assert second.holds_lease
+
+
+@pytest.mark.parametrize("attempts", [0, 1, 3])
+@pytest.mark.parametrize("bare", [False, True], ids=["from the outbox", "bare"])
+def test_only_losses_of_the_same_attempt_count(relay: Relay, redis_url: str, attempts: int, bare: bool) -> None:
+    message_id = uuid4()
+    with relay.engine.begin() as connection:
+        if not bare:
+            outbox.add(connection, [OutboxRow(message_id, "live", {})])
+        for attempt in range(1, attempts + 1):
+            connection.execute(text("update outbox set publishes = publishes + 3"))  # found lost twice
+            outbox.retry(connection, [OutboxRow(message_id, "live", {}, attempts=attempt)])
+        if bare and not attempts:  # put off: it comes back as the same attempt
+            outbox.retry(connection, [OutboxRow(message_id, "live", {}, attempts=0)])
+    for lost in (0, 1, 2):
+        with relay.engine.begin() as connection:
+            (row,) = outbox.claim(connection, "live", 10)
+        assert published_again({"publishes": row.publishes}, {"attempts": row.attempts}) == lost
+        sql(relay, "update outbox set published_at = null")
 
 
 def test_a_message_that_has_another_id_in_celery_is_looked_for_and_published_under_that_one(

@@ -1,6 +1,7 @@
 """Settings: where they come from, what a wrong one is told, and that no secret is shown."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,56 @@ def test_a_wrong_value_is_a_sentence_that_names_the_variable_and_not_the_value_o
     assert said.startswith(f"CONCORD_{name.upper()}: ")
     assert "\n" not in said
     assert "pa55word" not in said
+
+
+@pytest.mark.parametrize("password", ["zq/xjv", "zq@xjv", "zq#xjv", "zq?xjv", "zq[xjv", "77/xjv", "77?zq@xjv"])
+@pytest.mark.parametrize("name", ["database_url", "owner_database_url", "broker_url", "result_url"])
+def test_a_password_that_is_not_percent_encoded_is_refused_and_no_part_of_it_is_shown(name: str, password: str) -> None:
+    scheme = "postgresql+psycopg" if "database" in name else "redis"
+    with configured(**{name: f"{scheme}://user:{password}@host:1/0"}), pytest.raises(SettingsWrong) as caught:
+        settings()
+    said = str(caught.value)
+    assert said.startswith(f"CONCORD_{name.upper()}: not of the form {scheme}://")
+    assert "%2F for /" in said
+    assert not [part for part in re.split(r"\W", password) if part in said]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("broker_url", "redis://:secret@host:secret/0", "not of the form"),
+        ("broker_url", "redis://:secret@host:1/secret", "not of the form"),
+        ("broker_url", "redis//:secret@host:1/0", "not of the form"),
+        ("broker_url", "redis://host:1/0?password=secret", "not of the form"),
+        ("broker_url", "redis://:a@host:1/0;redis://:secret@host:2/0", "not of the form"),
+        ("broker_url", "amqp://user:secret@host", "Concord's broker is Redis"),
+        ("database_url", "mysql://user:secret@host/name", "Concord's database is Postgres"),
+        ("s3_endpoint_url", "https://key:secret@host", "CONCORD_S3_ACCESS_KEY_ID"),
+    ],
+)
+def test_an_address_of_another_form_is_refused_unseen(name: str, value: str, says: str) -> None:
+    with configured(**{name: value}), pytest.raises(SettingsWrong, match=says) as caught:
+        settings()
+    assert "secret@" not in str(caught.value) and ":secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("broker_url", "redis://:p%40ss:w%2Frd@host:6379/0"),
+        ("broker_url", "rediss://user:password@[::1]:6379/15?ssl_cert_reqs=required"),
+        ("broker_url", "redis+socket:///run/redis.sock?virtual_host=1"),
+        ("broker_url", "redis://host"),
+        ("database_url", "postgresql+psycopg://user:p%40ss@/name?host=/run/postgresql"),
+        ("database_url", "postgresql://host:5432/name?sslmode=verify-full&sslrootcert=/etc/ca.pem"),
+        ("result_url", "db+postgresql://user:password@host/name"),
+        ("result_url", "file:///var/results"),
+        ("s3_endpoint_url", "https://s3.internal:8443"),
+    ],
+)
+def test_addresses_of_other_forms_are_taken_as_they_are(name: str, value: str) -> None:
+    with configured(**{name: value}):
+        assert getattr(settings(), name) == value
 
 
 def test_what_is_missing_is_named_with_what_to_do() -> None:

@@ -1,6 +1,7 @@
 """Producers: what is accepted stays accepted, whatever becomes of Redis, and nothing of it needs torch."""
 
 import json
+import secrets
 import socket
 import subprocess
 import sys
@@ -12,13 +13,15 @@ from uuid import RFC_4122, UUID
 
 import pytest
 import redis
-from sqlalchemy import text
+from sqlalchemy import Engine, create_engine, make_url, text
 from sqlalchemy.exc import OperationalError
 
 from db import outbox
 from db.outbox import OutboxRow
+from tasks import high_water as module
 from tasks.app import app
-from tasks.submit import Pair, engine, queue_length, submit, uuid7
+from tasks.high_water import MAX_PAUSE_S, HighWater
+from tasks.submit import Pair, engine, high_water, queue_length, submit, uuid7
 from tests.conftest import Database
 from tests.shared import emptied_database
 from tests.submit_env import configured, environment
@@ -248,3 +251,105 @@ def test_more_messages_than_a_statement_has_parameters_for_are_accepted(producer
     messages = [OutboxRow(uuid7(), "bulk", {}) for _ in range(5_000)]
     with engine().begin() as connection:
         assert outbox.add(connection, messages) == len(messages)
+
+
+MARK = 4
+
+
+@pytest.fixture
+def pauses(database: Database, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """How long each call would have paused, for a producer whose mark is at four messages and who looks every time."""
+    made: list[float] = []
+    monkeypatch.setattr("tasks.high_water.time.sleep", made.append)
+    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.0)
+    with configured(database_url=database.url, broker_url=redis_url, outbox_high_water=MARK):
+        yield made
+
+
+def fill(messages: int) -> None:
+    with engine().begin() as connection:
+        outbox.add(connection, [OutboxRow(uuid7(), "bulk", {}) for _ in range(messages)])
+
+
+@pytest.mark.parametrize("lane", ["live", "bulk"])
+def test_above_the_mark_a_call_pauses_the_longer_the_fuller_the_outbox_is(
+    pauses: list[float], lane: Literal["live", "bulk"]
+) -> None:
+    for messages in (MARK - 1, 0, 1, 0, 100):
+        fill(messages)
+        submit(pairs(), lane=lane)
+    longest = MAX_PAUSE_S[lane]
+    # Before each call there were 3, 4, 6, 7 and 108: the first two are not above the mark.
+    assert pauses == pytest.approx([longest * 2 / MARK, longest * 3 / MARK, longest])
+    assert len(rows()) == MARK - 1 + 1 + 100 + 5, "every one was accepted"
+
+
+def test_above_the_mark_the_log_says_what_to_do_but_not_with_every_call(
+    pauses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(MARK + 2)
+    for _ in range(3):
+        submit(pairs())
+    (warning,) = [record for record in caplog.records if record.name == "tasks.high_water"]
+    assert warning.getMessage() == (
+        "the outbox holds 6 messages, CONCORD_OUTBOX_HIGH_WATER is 4: start more workers, or submit less"
+    )
+    assert HighWater(engine(), MARK).sentence(8).startswith("the outbox holds 8 messages or more,")
+
+
+def test_a_callers_own_transaction_is_never_held_open_for_it(
+    pauses: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(3 * MARK)
+    with engine().begin() as connection:
+        submit(pairs(), connection=connection)
+    assert (pauses, len(rows())) == ([], 3 * MARK + 1)
+    assert "the outbox holds 8 messages or more" in caplog.text
+
+
+def test_a_process_looks_once_a_second_at_most(pauses: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOOK_EVERY_S", 3_600.0)
+    submit(pairs())
+    fill(2 * MARK)
+    submit(pairs())
+    assert (pauses, high_water().waiting()) == ([], 0)
+
+
+@pytest.fixture
+def shop(database: Database) -> Iterator[Engine]:
+    """A login that has been granted nothing yet."""
+    login, password = f"shop_{secrets.token_hex(4)}", secrets.token_hex(16)
+    owner = create_engine(database.owner_url)
+    with owner.begin() as connection:
+        connection.execute(text(f"create role {login} login password '{password}'"))
+    shop = create_engine(make_url(database.url).set(username=login, password=password))
+    yield shop
+    shop.dispose()
+    with owner.begin() as connection:
+        connection.execute(text(f"drop role {login}"))
+    owner.dispose()
+
+
+def test_a_producers_rights_are_enough_to_look(database: Database, pauses: list[float], shop: Engine) -> None:
+    fill(2 * MARK)
+    owner = create_engine(database.owner_url)
+    with owner.begin() as connection:
+        connection.execute(text(f"grant concord_producer to {shop.url.username}"))
+    owner.dispose()
+    assert HighWater(shop, MARK).waiting() == 2 * MARK
+
+
+def test_a_database_that_does_not_say_slows_nobody_down(
+    database: Database, pauses: list[float], shop: Engine, nowhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(2 * MARK)
+    assert HighWater(shop, MARK).excess() == 0.0, "it may not look"
+    away = create_engine(nowhere.replace("redis://", "postgresql+psycopg://user:password@"))
+    assert HighWater(away, MARK).excess() == 0.0
+    monkeypatch.setattr(module, "LOOK_LIMIT_MS", 100)
+    owner = create_engine(database.owner_url)
+    with owner.begin() as connection:
+        connection.execute(text("lock table outbox in access exclusive mode"))
+        assert HighWater(engine(), MARK).excess() == 0.0, "it takes too long"
+    owner.dispose()
+    assert HighWater(engine(), MARK).excess() == 1.0

@@ -1,6 +1,7 @@
 """Micro-batches on Celery: messages of many producers are judged together and acknowledged one by one.
 
-`worker.lanes` decides when which messages become a batch. Here is what carries that out:
+`worker.delivery` reads a message, `worker.lanes` decides when which messages become a batch. Here is what carries that
+out:
 
 - `Deliveries` lives on the worker's main thread (Celery's hub): it owns the lanes, the timer and every
   acknowledgement, and hands batches to the pool.
@@ -12,78 +13,27 @@ for ever, so `run` never raises.
 """
 
 import contextlib
-import faulthandler
 import logging
 import os
-import signal
-import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from typing import Any, Literal
 
 from celery import signals
 from celery.app.task import Task
 from celery.worker import state as worker_state
-from celery.worker.consumer import Consumer as CeleryConsumer
-from celery.worker.request import Request
-from celery.worker.strategy import hybrid_to_proto2, proto1_to_proto2
 
-from worker.errors import CodedError, ErrorCode, Hold, MessageRejected
-from worker.kombu_guards import NOT_JSON
+from worker.delivery import NOT_CARRIED_OUT, Delivery, read_delivery, withdrawn
+from worker.endings import end_device_lost, end_hung, is_stopping
+from worker.errors import DeviceLost, Hold
 from worker.lanes import Lanes
 
 log = logging.getLogger(__name__)
 
 #: How often the tags of messages in hand are touched, so that `visibility_timeout` can be far shorter than a batch.
 TOUCH_EVERY_S = 5.0
-#: How often the watchdog looks for a hung batch.
-WATCH_EVERY_S = 1.0
-#: Exit status of a worker that ended itself because a batch hung (sysexits.h: internal software error).
-EXIT_HUNG = 70
-
-
-@dataclass(eq=False)
-class Delivery:
-    """A message in hand. `refusal` is set where it cannot be carried out; `payload` is the task's one argument.
-
-    `redelivered`: it was handed out before, and may have been judged. `suspect`: that worker may have died of it, so
-    it is taken alone.
-    """
-
-    message: Any
-    lane: str
-    payload: object = None
-    pairs: int = 1
-    request: Request | None = None
-    refusal: CodedError | None = None
-    withdrawn: Literal["expired", "revoked"] | None = None
-    not_before: datetime | None = None
-    redelivered: bool = False
-    suspect: bool = False
-
-    @property
-    def task_id(self) -> str | None:
-        """Celery's id of the message, also of one that Celery could make nothing of."""
-        if self.request is not None:
-            return str(self.request.id)
-        named = (self.message.headers or {}).get("id")
-        return named if isinstance(named, str) else None
-
-    @property
-    def expires_at(self) -> datetime | None:
-        return self.request.expires if self.request else None
-
-    @property
-    def wants_result(self) -> bool:
-        return bool(self.request and not self.request.ignore_result)
-
-    @property
-    def body(self) -> bytes:
-        """The message's bytes as they came."""
-        raw = self.message.body
-        return raw if isinstance(raw, bytes) else str(raw).encode("utf-8", "backslashreplace")
 
 
 @dataclass(frozen=True)
@@ -116,6 +66,7 @@ class Batch:
     alone: bool = False
     started_at: float = field(default_factory=time.monotonic)
     hang_clock: HangClock = field(default_factory=HangClock)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -127,42 +78,26 @@ class Batch:
         finally:
             del self.hang_clock.started[one]
 
+    @contextlib.contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Adds the seconds spent inside to those of the stage."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.monotonic() - started
+
     @property
-    def pairs(self) -> int:
-        return sum(delivery.pairs for delivery in self.deliveries)
+    def weight(self) -> int:
+        return sum(delivery.weight for delivery in self.deliveries)
 
     def split(self) -> list["Batch"]:
         """Its messages, each as a batch of its own under the same watch."""
-        return [replace(self, deliveries=[delivery]) for delivery in self.deliveries]
+        return [replace(self, deliveries=[delivery], seconds=defaultdict(float)) for delivery in self.deliveries]
 
     def stopping(self) -> bool:
         """Whether the worker has been told to stop; a batch that only waits should raise then."""
         return is_stopping()
-
-
-def is_stopping() -> bool:
-    return worker_state.should_stop is not None or worker_state.should_terminate is not None
-
-
-def leave_at_the_next_signal(how: str, **_: Any) -> None:
-    """SIGTERM lets batches end. Whoever signals again, or says SIGQUIT, does not want to wait for that.
-
-    Threads cannot be ended, and Celery would wait for them for as long as the model takes. Nothing is lost: what is
-    in hand is not acknowledged, and comes back after visibility_timeout.
-    """
-    if how == "Cold":
-        leave_at_once(signal.SIGQUIT)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
-        signal.signal(number, lambda number, _: leave_at_once(number))
-
-
-def leave_at_once(number: int) -> None:
-    # Not by the log: this is a signal handler, and what it interrupted may be writing there.
-    os.write(2, f"{signal.Signals(number).name}: this worker ends at once; what it has in hand comes back\n".encode())
-    os._exit(128 + number)
-
-
-signals.worker_shutting_down.connect(leave_at_the_next_signal)
 
 
 class Deliveries:
@@ -180,11 +115,10 @@ class Deliveries:
         for batch in batches.values():
             self.lanes.inflight[batch.lane] += 1
             self.lanes.is_alone |= batch.alone
-            self.held_pairs += batch.pairs
+            self.held_pairs += batch.weight
         self.closed = False
         self.wake_entry: Any = None
         self.timers = [
-            consumer.timer.call_repeatedly(WATCH_EVERY_S, self.watch),
             consumer.timer.call_repeatedly(TOUCH_EVERY_S, self.touch),
         ]
 
@@ -203,8 +137,8 @@ class Deliveries:
             delivery.lane = next(reversed(self.lanes.buffers))
         if delivery.request is not None:
             worker_state.task_reserved(delivery.request)
-        self.held_pairs += delivery.pairs
-        self.lanes.add(delivery.lane, delivery, delivery.pairs, time.monotonic(), alone=delivery.suspect)
+        self.held_pairs += delivery.weight
+        self.lanes.add(delivery.lane, delivery, delivery.weight, time.monotonic(), alone=delivery.suspect)
         self.pump()
 
     def gate(self, channel: Any) -> None:
@@ -240,17 +174,31 @@ class Deliveries:
         """
         self.batches.pop(id(batch), None)
         self.lanes.done(batch.lane)
-        self.held_pairs -= batch.pairs
+        self.held_pairs -= batch.weight
         given_back = [delivery for delivery in batch.deliveries if delivery not in settled]
         try:
             acknowledge(settled, self.consumer)
             # A worker that stops hands them on at once. One that goes on only stops touching them, so that what it
             # cannot settle comes back after visibility_timeout, to whoever is free then, and not in a hot loop.
             for delivery in given_back if is_stopping() else ():
-                delivery.message.reject_log_error(log, self.consumer.connection_errors, requeue=True)
+                self.hand_on(delivery)
         except Exception:
             log.exception("could not acknowledge %d messages; they will be delivered again", len(batch.deliveries))
         self.pump()
+
+    def give_back(self) -> None:
+        """The worker stops: what is in no batch yet goes back at once, to workers that go on."""
+        waiting = self.lanes.waiting()
+        self.lanes.clear()
+        for delivery in waiting:
+            self.hand_on(delivery)
+
+    def hand_on(self, delivery: Delivery) -> None:
+        """Back into its queue at once. Where Redis takes nothing, one after the other is left to its timeout."""
+        try:
+            delivery.message.reject_log_error(log, self.consumer.connection_errors, requeue=True)
+        except Exception as error:
+            log.warning("a message could not be given back, and will be delivered again: %s", error)
 
     def touch(self) -> None:
         """Tell Redis that the messages in hand are still in hand."""
@@ -267,30 +215,18 @@ class Deliveries:
 
     def in_hand(self) -> Iterator[Delivery]:
         yield from self.lanes.waiting()
-        for batch in self.batches.values():
+        for batch in list(self.batches.values()):
             yield from batch.deliveries
 
     def watch(self) -> None:
-        """Threads cannot be ended: a batch that hangs ends the process, and its messages come back."""
-        limit = self.task.hang_limit_s
-        clocks = [batch.hang_clock.since for batch in self.batches.values()]
-        since = [started for started in clocks if started is not None]
-        if since and time.monotonic() - min(since) > limit:
-            log.critical(
-                "a batch has hung for more than %s s: this worker ends, its messages will be delivered again", limit
-            )
-            # Celery replaces sys.stderr by a logger, which has no file descriptor.
-            faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
-            os._exit(EXIT_HUNG)
-
-
-def withdrawn(request: Request | None) -> Literal["expired", "revoked"] | None:
-    """Whether the producer has taken the message back: by `expires`, or by revoke."""
-    if request is None:
-        return None
-    if request.expires and datetime.now(UTC) > request.expires:
-        return "expired"
-    return "revoked" if request.id in worker_state.revoked else None
+        """Every second, on the watchdog's thread: end the process if a batch hangs."""
+        clocks = [batch.hang_clock.since for batch in list(self.batches.values())]
+        since = min((started for started in clocks if started is not None), default=None)
+        if since is not None and time.monotonic() - since > self.task.hang_limit_s:
+            end_hung(self.task.hang_limit_s)
+        if is_stopping():
+            # The hub, which does this else, stands still while batches end.
+            self.touch()
 
 
 def acknowledge(deliveries: Collection[Delivery], consumer: Any) -> None:
@@ -345,11 +281,7 @@ class MicroBatchTask(Task):
         deliveries = self._deliveries = Deliveries(self, consumer, running)
 
         def on_message(message: Any, body: Any, ack: Any, reject: Any, callbacks: Any, **_: Any) -> None:
-            try:
-                delivery = read_delivery(message, body, task, app, consumer)
-            except Exception as error:
-                detail = f"not a Celery message: {type(error).__name__}: {error}"
-                delivery = refused(message, ErrorCode.INVALID_MESSAGE, detail)
+            delivery = read_delivery(message, body, task, app, consumer)
             request = delivery.request
             if request is not None:
                 signals.task_received.send(sender=consumer, request=request)
@@ -357,6 +289,11 @@ class MicroBatchTask(Task):
             deliveries.add(delivery)
 
         return on_message
+
+    def watch(self) -> None:
+        """On the watchdog's thread."""
+        if self._deliveries is not None:
+            self._deliveries.watch()
 
     def finish(self, batch: Batch, settled: Collection[Delivery]) -> None:
         """On the hub: by way of the connection that is up now, which may not be the one that brought the batch."""
@@ -369,18 +306,20 @@ class MicroBatchTask(Task):
         try:
             for delivery in batch.deliveries:
                 if delivery.request is not None:
-                    delivery.request.on_accepted(os.getpid(), batch.started_at)
+                    tell(delivery.request.on_accepted, os.getpid(), batch.started_at)
             outcomes = self.process(batch)
             for delivery, outcome in zip(batch.deliveries, outcomes, strict=True):
                 settled[delivery] = None
                 self.report(delivery, outcome, time.monotonic() - batch.started_at)
         except Hold as error:
             log.warning("a batch of %d messages is given back: %s", len(batch.deliveries), error)
+        except DeviceLost as error:
+            end_device_lost(error)
         except BaseException as error:
             log.exception("a batch of %d messages is given back: %s", len(batch.deliveries), error)
         for delivery in batch.deliveries:
             if delivery.request is not None:
-                worker_state.task_ready(delivery.request, successful=delivery in settled)
+                tell(worker_state.task_ready, delivery.request, successful=delivery in settled)
         consumer.call_soon(self.finish, batch, settled)
 
     def report(self, delivery: Delivery, outcome: Outcome, runtime_s: float) -> None:
@@ -391,8 +330,12 @@ class MicroBatchTask(Task):
         request = delivery.request
         if request is None:
             return
-        context, error = request._context, outcome.error
+        error = outcome.error
         try:
+            context = request._context
+            # They are refused, and Celery's backend would carry them out here all the same.
+            for name in NOT_CARRIED_OUT:
+                setattr(context, name, None)
             match outcome.state:
                 case "done":
                     self.backend.mark_as_done(
@@ -420,82 +363,9 @@ class MicroBatchTask(Task):
             log.exception("could not report the result of message %s", request.id)
 
 
-def read_delivery(message: Any, body: Any, task: Task, app: Any, consumer: Any) -> Delivery:
-    """Make a delivery of a Celery message of either protocol."""
-    decoded = False
-    headers, utc = message.headers, app.uses_utc_timezone()
-    if body is not None or "args" in message.payload:
-        read = hybrid_to_proto2 if "args" in message.payload else proto1_to_proto2
-        body, headers, decoded, utc = read(message, message.payload if "args" in message.payload else body)
-    request = Request(
-        message, app=app, hostname=consumer.hostname, eventer=consumer.event_dispatcher, task=task, utc=utc,
-        connection_errors=consumer.connection_errors, body=body or message.body, headers=headers, decoded=decoded,
-    )  # fmt: skip
-    if not (isinstance(request.id, str) and request.id.isprintable()):
-        raise ValueError("its id is not plain text")
-    args, kwargs, embed = request._payload
-    delivery = Delivery(message, lane_of(message), request=request)
-    delivery.redelivered = delivery.suspect = bool((message.delivery_info or {}).get("redelivered"))
-    if len(args) != 1 or kwargs:
-        delivery.refusal = MessageRejected(ErrorCode.INVALID_MESSAGE, f"{task.name} takes one argument, a JSON object")
-        return delivery
-    delivery.payload = args[0]
-    pairs = args[0].get("pairs") if isinstance(args[0], Mapping) else None
-    delivery.pairs = max(1, len(pairs)) if isinstance(pairs, list) else 1
-    again = published_again(message.headers, args[0])
-    delivery.redelivered |= again > 0
-    # Not at the first time: a Redis that lost its data would have its whole window taken one by one.
-    delivery.suspect |= again > 1
-    if request.eta and request.eta > datetime.now(UTC):
-        delivery.not_before = request.eta
-    if options := [name for name in ("callbacks", "errbacks", "chain", "chord") if (embed or {}).get(name)]:
-        delivery.refusal = CodedError(
-            ErrorCode.UNSUPPORTED_OPTION,
-            f"{task.name} does not carry out link, link_error, chain or chord (this message has {', '.join(options)}): "
-            "submit without, and read the verdicts with AsyncResult.get() or in SQL",
-        )
-    return delivery
-
-
-def published_again(headers: Mapping[str, Any], payload: object) -> int:
-    """How often the relay has published this attempt of the message beyond the first time."""
-    publishes = headers.get("publishes")
-    attempts = payload.get("attempts") if isinstance(payload, Mapping) else None
-    if type(publishes) is not int or type(attempts) is not int:
-        return 0
-    return max(0, publishes - attempts - 1)
-
-
-def lane_of(message: Any) -> str:
-    """The queue that the message came through."""
-    info = message.delivery_info or {}
-    return str(info.get("routing_key") or info.get("exchange") or "")
-
-
-def refused(message: Any, code: ErrorCode, detail: str) -> Delivery:
-    """A message that Celery could make nothing of, to be recorded and acknowledged like any other."""
-    return Delivery(message, lane_of(message), refusal=MessageRejected(code, detail[:2_000]))
-
-
-class Consumer(CeleryConsumer):
-    """Celery's consumer, but a message it cannot read is recorded before it is acknowledged, never dropped."""
-
-    def record(self, message: Any, code: ErrorCode, detail: str) -> None:
-        for task in self.app.tasks.values():
-            if isinstance(task, MicroBatchTask) and task._deliveries is not None:
-                return task._deliveries.add(refused(message, code, detail))
-        raise RuntimeError("no micro-batch task is registered")
-
-    def on_unknown_message(self, body: Any, message: Any) -> None:
-        not_json = message.content_type == NOT_JSON
-        code = ErrorCode.NOT_JSON if not_json else ErrorCode.INVALID_MESSAGE
-        self.record(message, code, "the body is not JSON" if not_json else "not a Celery message: no task name")
-
-    def on_unknown_task(self, body: Any, message: Any, exc: Exception) -> None:
-        self.record(message, ErrorCode.UNKNOWN_TASK, f"no task of the name {str(exc)[:200]} here")
-
-    def on_invalid_task(self, body: Any, message: Any, exc: Exception) -> None:
-        self.record(message, ErrorCode.INVALID_MESSAGE, f"Celery refused it: {exc}")
-
-    def on_decode_error(self, message: Any, exc: Exception) -> None:
-        self.record(message, ErrorCode.NOT_JSON, f"could not be decoded: {exc}")
+def tell(what: Callable[..., object], *arguments: object, **named: object) -> None:
+    """Keep Celery's own books. Trouble with one message's is no trouble of its batch's."""
+    try:
+        what(*arguments, **named)
+    except Exception:
+        log.exception("Celery could not be told of a message")

@@ -4,6 +4,7 @@
     images     PairRejected                      the picture's fault: missing, forbidden, broken, too large
                TryLater                          S3's fault: this pair is judged on a later attempt
     model      PairRejected                      the text's fault
+               DeviceLost                        the GPU is gone: the worker ends, nobody's attempts are spent
                CheckpointRefused                 at load: a checkpoint that cannot be trusted or does not fit
     database   Hold                              the database is away: the batch waits, nobody's attempts are spent
 
@@ -93,6 +94,10 @@ class GivenUp(TryLater):
 
 class Hold(ConcordError):
     """The database or the bucket is away: keep the batch and wait, nobody's attempts are spent."""
+
+
+class DeviceLost(ConcordError):
+    """The device no longer answers this process; another process may use it."""
 
 
 class CheckpointRefused(ConcordError):

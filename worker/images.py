@@ -44,6 +44,9 @@ PROBE_KEY = "concord-probe"
 #: An error's detail is stored with the verdict: enough to understand it, no more.
 MAX_DETAIL_CHARS = 200
 
+#: An ETag is stored with the verdict; S3's have 32 characters, or a few more.
+MAX_ETAG_CHARS = 200
+
 T = TypeVar("T")
 
 _NOT_PLAIN = (
@@ -173,8 +176,8 @@ class ImageStore:
         store = self._stores.get(bucket)
         try:
             return store is None or self._read(store, PROBE_KEY) is not None
-        except PairRejected:
-            return True
+        except CodedError as error:
+            return isinstance(error, PairRejected)
         except (BaseError, FileNotFoundError) as error:
             about_it = isinstance(_fetch_error(error, Location(bucket, PROBE_KEY)), PairRejected)
             return about_it or "<Code>NoSuchBucket</Code>" in str(error)
@@ -192,7 +195,11 @@ class ImageStore:
             raise PairRejected(ErrorCode.IMAGE_EMPTY, "the object has no bytes")
         if size > self._max_bytes:  # Dropping the result closes the connection: the body is never read.
             raise PairRejected(ErrorCode.IMAGE_TOO_LARGE, f"{size} bytes, at most {self._max_bytes} are read")
-        return Fetched(bytes(result.bytes()), (result.meta["e_tag"] or "").strip('"'))
+        # The body need not keep to what its header says: what comes first is all of it, or already more than that.
+        data = bytes(next(iter(result.stream(min_chunk_size=size + 1)), b""))
+        if len(data) != size:
+            raise TryLater(ErrorCode.IMAGE_FETCH_FAILED, f"S3 announced {size} bytes and sent {len(data)} or more")
+        return Fetched(data, (result.meta["e_tag"] or "").strip('"')[:MAX_ETAG_CHARS])
 
 
 def _credentials(

@@ -33,6 +33,8 @@ MAX_TEXT_CHARS = 200_000
 MAX_CLOCK_AHEAD = timedelta(hours=1)
 #: Objects and arrays may stand this deep inside `attributes`.
 MAX_ATTRIBUTE_DEPTH = 20
+#: Values that a pair may hold with all its attributes: ten megabytes of empty lists are millions, and minutes of work.
+MAX_PAIR_VALUES = 10_000
 REPLACEMENT = "\ufffd"
 
 #: Characters of a source or of a policy's name.
@@ -48,6 +50,20 @@ def read_time(value: object) -> object:
     return value
 
 
+def read_uuid(value: object) -> object:
+    """A UUID in any spelling that Python and Postgres take, which are more than pydantic's."""
+    return as_uuid(value) or value
+
+
+def read_uuids(value: object) -> object:
+    """Those of a list that are UUIDs: a worker's mark that somebody else set is no reason to refuse a message."""
+    listed = value[:MAX_PAIRS_PER_MESSAGE] if isinstance(value, list) else []
+    return [one for one in map(as_uuid, listed) if one]
+
+
+Id = Annotated[UUID, BeforeValidator(read_uuid)]
+
+
 class Pair(BaseModel):
     """One image and the text that is checked against it.
 
@@ -60,7 +76,7 @@ class Pair(BaseModel):
 
     image: Annotated[str, StringConstraints(min_length=1, max_length=2_000)]
     text: Annotated[str, StringConstraints(max_length=MAX_TEXT_CHARS)]
-    id: UUID | None = None
+    id: Id | None = None
     ref: Annotated[str, StringConstraints(max_length=1_000)] | None = None
     premise: Annotated[str, StringConstraints(max_length=MAX_TEXT_CHARS)] | None = None
     policy: Name = "catalog"
@@ -72,13 +88,13 @@ class Envelope(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    message_id: UUID
+    message_id: Id
     submitted_at: Annotated[datetime, BeforeValidator(read_time)]
-    run_id: UUID | None = None
+    run_id: Id | None = None
     source: Name = "default"
     fresh: Annotated[bool, Field(strict=True)] = False
     attempts: Annotated[int, Field(strict=True, ge=0, le=10_000)] = 0
-    replaced: list[UUID] = Field(default_factory=list)
+    replaced: Annotated[list[UUID], BeforeValidator(read_uuids)] = Field(default_factory=list)
     pairs: list[Any]
 
 
@@ -250,8 +266,22 @@ def describe(pair_id: UUID, error: PairRejected, raw: object) -> RefusedPair:
     return RefusedPair(pair_id, error, *(text_of(name) for name in ("ref", "image", "text", "policy")))
 
 
+def check_size(raw: object) -> None:
+    """Raises PairRejected where a pair holds more values than are gone through."""
+    count, inside = 0, [raw]
+    while inside:
+        value = inside.pop()
+        if isinstance(value, Mapping | list):
+            count += len(value)
+            if count > MAX_PAIR_VALUES:
+                raise PairRejected(ErrorCode.INVALID_PAIR, f"more than {MAX_PAIR_VALUES} values in one pair")
+            inside += value.values() if isinstance(value, Mapping) else value
+
+
 def clean(value: object, depth: int = 0) -> object:
-    """The value with every string cleaned; raises PairRejected where it is nested too deep or is not JSON."""
+    """A pair with every string cleaned; raises PairRejected where it is too large, nested too deep, or not JSON."""
+    if depth == 0:
+        check_size(value)
     if depth > MAX_ATTRIBUTE_DEPTH:
         raise PairRejected(ErrorCode.INVALID_PAIR, f"attributes: nested deeper than {MAX_ATTRIBUTE_DEPTH}")
     if isinstance(value, Mapping):

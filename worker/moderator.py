@@ -4,21 +4,24 @@ Everything about a batch and nothing about where it came from or where its verdi
 on its batch mates, and a pair on which the model fails fails alone.
 """
 
+import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from worker.errors import CodedError, ErrorCode, PairRejected, TryLater
+from worker.errors import CodedError, DeviceLost, ErrorCode, PairRejected, TryLater
 from worker.model.checkpoint import Checkpoint, Label
 from worker.model.config import Configuration
 from worker.model.decode import score
 from worker.model.ofa import OFA
 from worker.model.preprocess import OFF_LANGUAGE, Prompt, make_pixels, make_prompt, pad, padded_length
+
+log = logging.getLogger(__name__)
 
 Decision = Literal["accept", "review", "reject"]
 
@@ -49,6 +52,8 @@ class Judgement:
     text_scored: str
     premise_scored: str | None
     flags: tuple[str, ...]
+    tokens: int = 0  # of its prompt
+    padded_tokens: int = 0  # those that the device computed for it
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,27 @@ class Item:
     prompt: Prompt
 
 
+@dataclass
+class Ceiling:
+    """How many fit into the device's memory at once, by their size: what ran out of it once would do so again.
+
+    Memory grows with the size of each, so what is found at one size bounds every larger one too.
+    """
+
+    what: str
+    most: int
+    found: dict[int, int] = field(default_factory=dict)  # size -> how many at once
+
+    def at(self, size: int) -> int:
+        return min([self.most, *(many for smaller, many in self.found.items() if smaller <= size)])
+
+    def ran_out(self, size: int, many: int) -> None:
+        """That many of that size did not fit: from now on it is half as many."""
+        self.found[size] = max(1, many // 2)
+        log.warning("out of memory with %d %s of size %d: from now on %d", many, self.what, size, self.found[size])
+        torch.cuda.empty_cache()
+
+
 class Moderator:
     """A checkpoint on a device, which judges batches of questions one batch at a time."""
 
@@ -104,17 +130,16 @@ class Moderator:
         """`max_slice` bounds the pairs that go through the model at once; it changes speed and memory, not scores."""
         self.checkpoint = checkpoint
         self.device = torch.device(device)
-        self.max_slice = max_slice
         self.model = checkpoint.model.to(self.device)
-        # What once ran out of memory would do so again: pairs at a time, by the padded length of their prompts.
-        self._ceilings: dict[int, int] = {}
+        self._pairs = Ceiling("pairs", max_slice)  # of a padded length in tokens
+        self._pictures = Ceiling("pictures", max_slice)  # all of one size, in pixels of a side
         self._longest = checkpoint.configuration.max_src_length + 2
 
     def judge(self, questions: Sequence[Question]) -> list[Judgement | CodedError]:
         """Judge a batch: one judgement a question, in order, or the error that stands in its place.
 
         A text without anything to score is PairRejected; a pair on which the model itself fails is TryLater with
-        MODEL_FAILED. Raises nothing but what ends the process.
+        MODEL_FAILED. Raises DeviceLost, and nothing else but what ends the process.
         """
         results: list[Judgement | CodedError | None] = [None] * len(questions)
         items = []
@@ -126,7 +151,7 @@ class Moderator:
                 items.append(Item(place, question, prompt))
             except PairRejected as error:
                 results[place] = error
-        features = Features(self.model, self.checkpoint.configuration, items)
+        features = Features(self.model, self.checkpoint.configuration, items, self._pictures)
         for slice_ in self._slices(items):
             for item, result in zip(slice_, self._judge_or_halve(slice_, features), strict=True):
                 results[item.place] = result
@@ -143,32 +168,49 @@ class Moderator:
             if isinstance(result, CodedError):
                 raise result
 
-    def _slices(self, items: Sequence[Item]) -> list[list[Item]]:
-        """Cut a batch into slices of like lengths, so that little is padded."""
-        slices: list[list[Item]] = []
+    def _slices(self, items: Sequence[Item]) -> Iterator[list[Item]]:
+        """Cut a batch into slices of like lengths, so that little is padded.
+
+        One is cut after the other was judged, so that a ceiling which that one found holds for this one.
+        """
+        slice_: list[Item] = []
         for item in sorted(items, key=lambda item: (len(item.prompt.ids), item.place)):
-            ceiling = min(self.max_slice, self._ceilings.get(self._length([item]), self.max_slice))
-            if not slices or len(slices[-1]) >= ceiling:
-                slices.append([])
-            slices[-1].append(item)
-        return slices
+            if slice_ and len(slice_) >= self._pairs.at(self._length([item])):
+                yield slice_
+                slice_ = []
+            slice_.append(item)
+        if slice_:
+            yield slice_
 
     def _judge_or_halve(self, slice_: Sequence[Item], features: "Features") -> list[Judgement | CodedError]:
-        """Judge a slice; where that fails, its halves, down to the pairs that fail alone."""
+        """Judge a slice; where that fails, smaller ones, down to the pairs that fail alone."""
         try:
             return list(self._judge_slice(slice_, features))
         except Exception as error:
             # Whatever it was, it was the model's on this slice: each pair gets its chance without the others.
             failure = TryLater(ErrorCode.MODEL_FAILED, f"{type(error).__name__}: {error}"[:500])
             out_of_memory = isinstance(error, torch.OutOfMemoryError)
-        # The exception is gone by now, and with it the tensors that its traceback kept.
-        if out_of_memory:
-            self._ceilings[self._length(slice_)] = max(1, len(slice_) // 2)
-            torch.cuda.empty_cache()
+        if not out_of_memory and not self._device_answers():
+            # After an illegal access, for example, every call of this process fails, whoever's pair it is.
+            raise DeviceLost(f"{self.device} does not answer any more: {failure.detail}")
         if len(slice_) == 1:
             return [failure]
         middle = len(slice_) // 2
-        return [*self._judge_or_halve(slice_[:middle], features), *self._judge_or_halve(slice_[middle:], features)]
+        parts: Iterable[Sequence[Item]] = (slice_[:middle], slice_[middle:])
+        if out_of_memory:
+            # The exception is gone by now, and with it the tensors that its traceback kept.
+            self._pairs.ran_out(self._length(slice_), len(slice_))
+            parts = self._slices(slice_)
+        return [result for part in parts for result in self._judge_or_halve(part, features)]
+
+    def _device_answers(self) -> bool:
+        """Whether the device still does the least thing that it is asked for."""
+        try:
+            return torch.ones(1, device=self.device).item() == 1
+        except torch.OutOfMemoryError:
+            return True
+        except RuntimeError:
+            return False
 
     @torch.inference_mode()
     def _judge_slice(self, slice_: Sequence[Item], features: "Features") -> list[Judgement]:
@@ -178,9 +220,10 @@ class Moderator:
         probs = score(self.model, ids, memory, self.checkpoint.answers).probs.double().cpu()  # (B, A)
         if not probs.isfinite().all():
             raise FloatingPointError("the model's scores are not numbers")
-        return [self._judgement(item.prompt, row.tolist()) for item, row in zip(slice_, probs, strict=True)]
+        padded = ids.shape[1]
+        return [self._judgement(item.prompt, row.tolist(), padded) for item, row in zip(slice_, probs, strict=True)]
 
-    def _judgement(self, prompt: Prompt, probs: list[float]) -> Judgement:
+    def _judgement(self, prompt: Prompt, probs: list[float], padded: int) -> Judgement:
         names, labels = self.checkpoint.answers.names, self.checkpoint.labels
         by_label = dict(zip(labels, probs, strict=True))
         best = probs.index(max(probs))
@@ -194,6 +237,8 @@ class Moderator:
             text_scored=prompt.text,
             premise_scored=prompt.premise,
             flags=prompt.flags,
+            tokens=len(prompt.ids),
+            padded_tokens=padded,
         )
 
     def _length(self, slice_: Sequence[Item]) -> int:
@@ -204,8 +249,8 @@ class Moderator:
 class Features:
     """The image trunk's answers for one batch: each distinct picture is looked at once."""
 
-    def __init__(self, model: OFA, configuration: Configuration, items: Sequence[Item]) -> None:
-        self._model, self._configuration = model, configuration
+    def __init__(self, model: OFA, configuration: Configuration, items: Sequence[Item], ceiling: Ceiling) -> None:
+        self._model, self._configuration, self._ceiling = model, configuration, ceiling
         self._uses = Counter(item.question.image_key for item in items)
         self._kept: dict[bytes, Tensor] = {}
 
@@ -223,7 +268,21 @@ class Features:
                 self._kept[key] = found[key].clone()
         return torch.stack([found[item.question.image_key] for item in slice_])
 
-    def _look(self, images: Sequence[Image.Image]) -> Tensor:
+    def _look(self, images: Sequence[Image.Image]) -> list[Tensor]:
+        """Features of distinct pictures, (1024, h, w) each, as many at once as fit."""
+        side, found = self._configuration.patch_image_size, list[Tensor]()
+        while waiting := images[len(found) : len(found) + self._ceiling.at(side)]:
+            try:
+                found.extend(self._trunk(waiting))
+                continue
+            except torch.OutOfMemoryError as error:
+                if len(waiting) == 1:
+                    # Not for want of room for pairs, whose ceiling is to stay where it is.
+                    raise MemoryError(f"for one picture: {error}") from None
+            self._ceiling.ran_out(side, len(waiting))
+        return found
+
+    def _trunk(self, images: Sequence[Image.Image]) -> Tensor:
         pixels = torch.stack([make_pixels(image, self._configuration) for image in images])  # (N, 3, S, S)
         weight = self._model.encoder.image_proj.weight
         return self._model.trunk(pixels.to(weight.device, weight.dtype))  # (N, 1024, h, w)

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import LiteralString
 
@@ -43,6 +44,13 @@ class Postgres(Server):
         """A connection in autocommit mode, to be used in a `with`."""
         url = self.url(role, database).replace("+psycopg", "", 1)
         return psycopg.connect(url, autocommit=True, connect_timeout=5)
+
+    def psql(self, arguments: Sequence[str]) -> int:
+        """Postgres's own shell on the database, as its owner; returns its exit status."""
+        address = f"postgresql://{OWNER}@{HOST}:{self.port}/{DATABASE}"
+        # Other accounts can read command lines, and not the environment.
+        environment = {**os.environ, "PGPASSWORD": self.state.secret(OWNER)}
+        return subprocess.call([program("psql"), address, *arguments], env=environment)
 
     @property
     def cluster(self) -> Path:

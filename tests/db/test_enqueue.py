@@ -13,6 +13,8 @@ from sqlalchemy.exc import DBAPIError
 from db import registry
 from db.engine import make_engine
 from tests.conftest import Database, _database
+from tests.line.hostile import ODD
+from worker.errors import MessageRejected
 from worker.messages import Message, decode
 
 PAIR = {"image": "s3://shop/1.jpg", "text": 'it\'s a "red" shoe \U0001f45f'}
@@ -152,3 +154,50 @@ def test_what_is_no_pair_is_refused_at_once_and_leaves_nothing(
 def test_a_null_is_refused_like_any_other_value_that_is_no_pair(connection: Connection) -> None:
     with pytest.raises(DBAPIError, match="enqueue takes one pair"):
         connection.execute(text("select enqueue(null)"))
+
+
+FIELDS_OF_A_MESSAGE = (
+    "v", "message_id", "submitted_at", "run_id", "source", "fresh", "attempts", "replaced", "settled", "pairs", "other",
+)  # fmt: skip
+FIELDS_OF_A_PAIR = ("id", "ref", "image", "text", "premise", "policy", "attributes", "other")
+
+
+def hostile_values() -> Iterator[tuple[str, str]]:
+    """JSON in which one value is not what it should be; some of it is text that is no JSON to Postgres."""
+    # Python writes neither.
+    for odd in [*map(json.dumps, ODD), "[" * 3_000 + "]" * 3_000, "1" * 5_000]:
+        yield "the whole", odd
+        yield "a pair", f"[{json.dumps(PAIR)}, {odd}]"
+        for field in FIELDS_OF_A_MESSAGE:
+            yield f"{field} of the message", f'{{"pairs": [{json.dumps(PAIR)}], "{field}": {odd}}}'
+        for field in FIELDS_OF_A_PAIR:
+            yield f"{field} of a pair", f'[{json.dumps(PAIR)}, {json.dumps(PAIR)[:-1]}, "{field}": {odd}}}]'
+
+
+def enqueued_or_refused(connection: Connection, value: str) -> list[UUID] | str:
+    """The ids, or the SQLSTATE."""
+    try:
+        with connection.begin_nested():
+            return list(connection.execute(text("select enqueue(cast(:value as jsonb))"), {"value": value}).scalars())
+    except DBAPIError as error:
+        return str(getattr(error.orig, "sqlstate", None))
+
+
+def test_whatever_is_enqueued_is_refused_at_once_or_read_by_a_worker(connection: Connection) -> None:
+    """What is accepted is accepted for good: a message that no worker could read would be its pairs' only trace."""
+    accepted = 0
+    for what, value in hostile_values():
+        ids = enqueued_or_refused(connection, value)
+        if isinstance(ids, str):
+            # Not of the right kind, or deeper than Postgres goes.
+            assert ids[:2] in ("22", "23") or ids == "54001", f"{ids}, {what}: {value[:200]}"
+            continue
+        try:
+            read = messages(connection)
+        except (MessageRejected, ValueError, RecursionError) as error:
+            raise AssertionError(f"{what}: {value[:200]}") from error
+        known = [one.id for message in read for one in (*message.pairs, *message.refused)]
+        assert sorted(known) == sorted(ids), f"{what}: {value[:200]}"
+        accepted += bool(ids)
+        connection.execute(text("delete from outbox"))
+    assert accepted > 100

@@ -14,7 +14,7 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError, SQLAlch
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from db import outbox
-from db.engine import Trouble, make_engine, trouble
+from db.engine import STATEMENT_TIMEOUT_S, Trouble, make_engine, trouble
 from tasks.storing import persist
 from tests.conftest import Database, _database
 from tests.db.rows import message
@@ -68,6 +68,32 @@ def test_a_refusal_of_the_data_or_the_statement_is_the_rows_own(engine: Engine, 
 def test_a_statement_that_takes_too_long_is_the_servers_trouble(engine: Engine) -> None:
     error = error_of(engine, "set local statement_timeout = '10ms'", "select pg_sleep(20)")
     assert (state_of(error), trouble(error)) == ("57014", Trouble.AWAY)
+
+
+@pytest.mark.parametrize(
+    ("setting", "state"), [("idle_in_transaction_session_timeout", "25P03"), ("transaction_timeout", "25P04")]
+)
+def test_a_transaction_that_a_frozen_process_left_open_ends_with_its_locks_and_can_be_done_again(
+    engine: Engine, setting: str, state: str
+) -> None:
+    with engine.begin() as connection:
+        outbox.add(connection, [frozen := message()])
+    lock = text("select from outbox where message_id = :id for update")
+    with pytest.raises(DBAPIError) as caught, engine.begin() as connection:
+        connection.execute(text(f"set local {setting} = '50ms'"))
+        connection.execute(lock, {"id": frozen.message_id})
+        with engine.begin() as other:
+            other.execute(lock, {"id": frozen.message_id})  # it waits for the other's lock, and no longer
+        connection.execute(text("select 1"))
+    assert (state_of(caught.value), trouble(caught.value)) == (state, Trouble.AWAY)
+    with engine.begin() as connection:
+        outbox.forget(connection, [(frozen.message_id, 0)])
+
+
+def test_no_connection_may_leave_a_transaction_open_for_ever(engine: Engine) -> None:
+    with engine.connect() as connection:
+        limit = connection.execute(text("show idle_in_transaction_session_timeout")).scalar_one()
+    assert limit == f"{STATEMENT_TIMEOUT_S}s"
 
 
 def test_a_session_that_an_operator_ends_is_the_servers_trouble_and_the_next_one_works(engine: Engine) -> None:

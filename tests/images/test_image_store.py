@@ -1,5 +1,6 @@
 """Pictures out of S3: a real one, and a server of our own for what a real one does only on bad days."""
 
+import contextlib
 import itertools
 import socket
 import struct
@@ -327,6 +328,74 @@ def test_ten_gigabytes_are_refused_unread(serve: Any) -> None:
     store, server = serve(says(200, b"begin", length=10_000_000_000))
     assert error_of(store, "s3://shop/a.jpg", PairRejected).code == ErrorCode.IMAGE_TOO_LARGE
     assert len(server.requests) == 1
+
+
+def sends(head: str, *body: bytes) -> Answer:
+    """An answer whose header and body need not agree."""
+
+    def answer(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # The client leaves when it has enough.
+            connection.sendall(f'HTTP/1.1 {head}\r\nETag: "e"\r\nConnection: close\r\n\r\n'.encode())
+            for part in body:
+                connection.sendall(part)
+
+    return answer
+
+
+ENDLESS = (b"100000\r\n" + bytes(0x100000) + b"\r\n",) * 200
+CHUNKED = "Content-Length: 7\r\nTransfer-Encoding: chunked"
+LYING: dict[str, Answer] = {
+    "a body beyond its length": sends(f"200 X\r\n{CHUNKED}", b"e\r\npicturepicture\r\n0\r\n\r\n"),
+    "a body without an end": sends(f"200 X\r\n{CHUNKED}", *ENDLESS),
+    "no length": sends("200 X", b"picture"),
+    "a length below zero": sends("200 X\r\nContent-Length: -7", b"picture"),
+    "a length of words": sends("200 X\r\nContent-Length: seven", b"picture"),
+    "two lengths": sends("200 X\r\nContent-Length: 7\r\nContent-Length: 8", b"picture"),
+    "a length beyond numbers": sends(f"200 X\r\nContent-Length: {2**64}", b"picture"),
+    "another protocol": sends("SSH-2.0"),
+}
+
+
+@pytest.mark.parametrize("answer", LYING.values(), ids=LYING)
+def test_a_body_that_is_not_what_was_announced_is_no_fault_of_the_pairs(serve: Any, answer: Answer) -> None:
+    store, _ = serve(answer, timeout_s=SHORT_TIMEOUT_S)
+    error = error_of(store, "s3://shop/a.jpg", TryLater)
+    assert error.code == ErrorCode.IMAGE_FETCH_FAILED
+    assert not store.answers("shop")
+
+
+def test_of_a_body_without_an_end_no_more_is_read_than_was_announced(serve: Any) -> None:
+    sent: list[int] = []
+
+    def answer(connection: socket.socket) -> None:
+        sends(f"200 X\r\n{CHUNKED}")(connection)
+        with contextlib.suppress(OSError):
+            for part in ENDLESS:
+                connection.sendall(part)
+                sent.append(len(part))
+
+    store, _ = serve(answer)
+    assert "announced 7 bytes" in error_of(store, "s3://shop/a.jpg", TryLater).detail
+    assert sum(sent) < 50_000_000, "what the connection buffers, not 200 MB"
+
+
+def test_an_object_that_changes_between_two_fetches_is_read_as_it_is_then(bucket: Bucket) -> None:
+    """There is no question before the fetch whose answer could be out of date: its own header states the size."""
+    limit = 1_000
+    with open_store(bucket, max_bytes=limit) as store:
+        for size, code in ((limit, None), (limit + 1, ErrorCode.IMAGE_TOO_LARGE), (0, ErrorCode.IMAGE_EMPTY)):
+            uri = bucket.put("grows.jpg", b"x" * size)
+            if code is None:
+                assert len(store.fetch(parse_s3(uri)).data) == size
+            else:
+                assert error_of(store, uri, PairRejected).code == code
+
+
+def test_a_long_etag_is_cut(serve: Any) -> None:
+    store, _ = serve(lambda connection: connection.sendall(
+        b'HTTP/1.1 200 X\r\nETag: "' + b"e" * 50_000 + b'"\r\nConnection: close\r\nContent-Length: 7\r\n\r\npicture'
+    ))  # fmt: skip
+    assert store.fetch(Location("shop", "a.jpg")) == Fetched(b"picture", "e" * 200)
 
 
 def test_an_object_named_twice_is_read_once(serve: Any) -> None:

@@ -6,13 +6,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+import redis
 from sqlalchemy import create_engine, text
 
+from tasks.app import app
 from tests.submit_env import environment
 
 ROOT = Path(__file__).parents[2]
@@ -76,16 +78,22 @@ class Site:
     bucket: Any
 
     @contextlib.contextmanager
-    def worker(self, *arguments: str, **settings: object) -> Iterator[Worker]:
-        """A worker that is ready; stopped in the end, if it still runs, and its log shown if the test fails."""
+    def worker(
+        self, *arguments: str, program: Sequence[str] = ("celery",), ready: str = "ready.", **settings: object
+    ) -> Iterator[Worker]:
+        """A worker that is ready; stopped in the end, if it still runs, and its log shown if the test fails.
+
+        `program`: a module that is run in celery's place, and what it wants before celery's own arguments. `ready`:
+        what its log says by then.
+        """
         own = {**environment(**{**self.settings, **settings}), "PYTHONUNBUFFERED": "1"}
-        command = [sys.executable, "-m", "celery", "-A", "tasks", "worker", "-Q", "live,bulk", "-l", "info", *arguments]
+        command = [sys.executable, "-m", *program, "-A", "tasks", "worker", "-Q", "live,bulk", "-l", "info", *arguments]
         process = subprocess.Popen(
             command, cwd=ROOT, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         worker = Worker(process)
         try:
-            worker.says("ready.")
+            worker.says(ready)
             yield worker
         finally:
             if process.poll() is None:
@@ -96,6 +104,30 @@ class Site:
             if process.stdout is not None:
                 process.stdout.close()
             print("".join(worker.lines[-200:]))
+
+    def workers_until(self, done: Callable[[], object], **options: Any) -> list[int]:
+        """Start a worker whenever the one before has ended, as a supervisor does, until it is done.
+
+        Returns the exit statuses of those that ended by themselves, in order.
+        """
+        statuses: list[int] = []
+        while True:
+            with self.worker(**options) as worker:
+                eventually(lambda: worker.process.poll() is not None or done(), "a worker that ends, or is done")
+                if (status := worker.process.poll()) is None:
+                    return statuses
+                statuses.append(status)
+            self.time_passes()
+
+    def time_passes(self) -> None:
+        """No worker runs, and `visibility_timeout` and the lease's time are over: what was in hand is queued again."""
+        self.query("update relay_lease set expires_at = '-infinity'")
+        with redis.Redis.from_url(self.redis_url) as client, app.connection_for_write() as connection:
+            qos = connection.default_channel.qos
+            client.delete(qos.unacked_mutex_key)
+            if held := client.zrange(qos.unacked_index_key, 0, -1):
+                client.zadd(qos.unacked_index_key, dict.fromkeys(held, 1))
+            qos.restore_visible(num=None)
 
     def query(self, sql: str, **parameters: Any) -> list[dict[str, Any]]:
         """Rows of the site's database, read as the worker's login."""
