@@ -61,8 +61,8 @@ def judge_alone(
                 persist(lambda: end(pair_id), stopping)
         return True
 
+    log.warning("a message of %d pairs was in a worker that ended: it is judged alone", len(cases))
     if len(cases) > 1:
-        log.warning("a message of %d pairs was in a worker that ended: it is judged alone", len(cases))
         if attempt(cases, uuid5(message.message_id, "whole"), WHOLE_TRIES):
             return
         log.warning("a worker ended while it judged the message %s alone: now pair by pair", message.message_id)

@@ -43,7 +43,7 @@ MAX_ENTRY_CHARS = 64 * 2**20
 #: So much of an entry that is no message is recorded.
 RECORDED_CHARS = 16 * 2**20
 #: What a message may become when it is inflated.
-MAX_INFLATED_BYTES = 48 * 2**20
+MAX_INFLATED_BYTES = 16 * 2**20
 #: How a message may be compressed.
 DECOMPRESSORS: dict[str, Callable[[], Any]] = {
     "application/x-gzip": zlib.decompressobj,

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 #: Memory may be higher by the smaller of these two, where they are not less than NOISE_MB.
-MAX_GROWTH = 0.03
+MAX_GROWTH = 0.05
 MAX_GROWTH_MB = 30.0
 #: What small processes go up and down by.
 NOISE_MB = 4.0

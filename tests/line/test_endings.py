@@ -87,7 +87,7 @@ def test_a_hung_batch_ends_the_worker_with_all_stacks_and_the_next_one_judges_it
             first.says("Warm shutdown")
         assert first.process.wait(timeout=60) == EXIT_HUNG
         first.says("a batch has hung for more than 2.0 s")
-        for frame in ("in obey", "in watch", "in stop" if draining else "in asynloop", "relay.py"):
+        for frame in ("in obey", "in watch", *(["in stop"] if draining else ["in asynloop", "relay.py"])):
             first.says(frame)
     file.touch()
     site.time_passes()
@@ -175,6 +175,7 @@ def test_sigterm_lets_begun_batches_end_and_hands_the_others_on_at_once(site: Si
         first.says("Warm shutdown")
         with site.worker("-n", "second@%h") as second:
             assert_judged(site, left)
+            second.says("this worker publishes the outbox")
             assert first.process.poll() is None
             file.touch()
             assert first.process.wait(timeout=60) == 0

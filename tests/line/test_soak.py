@@ -11,7 +11,7 @@ import pytest
 from tests.line.site import ROOT
 from tests.submit_env import environment
 
-MINUTES = float(os.environ.get("SOAK_MINUTES", "1"))
+MINUTES = float(os.environ.get("SOAK_MINUTES", "2"))
 #: Servers, worker and producer start, what waits is judged in the end, and all stop.
 AROUND_S = 300
 

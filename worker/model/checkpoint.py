@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from worker.errors import CheckpointRefused
-from worker.model.config import Configuration, OFAConfig, refuse_code
+from worker.model.config import Configuration, OFAConfig, is_text, refuse_code
 from worker.model.decode import Answers
 from worker.model.ofa import OFA, image_buckets, token_buckets
 from worker.model.tokenizer import Tokenizer
+from worker.model.weight_files import check_pickled, check_safetensors
 from worker.quant.stored import (
     REFERENCE,
     REFERENCE_PICTURES,
@@ -48,6 +49,14 @@ MANIFEST_FORMAT = 1
 SETTINGS = ("configuration.json", "config.json", "vocab.json", "merges.txt")
 SAFETENSORS = "model.safetensors"
 PICKLED = "pytorch_model.bin"
+
+#: Bytes of a settings file. The hub's longest, the vocabulary, has 1.3 million.
+MAX_TEXT_BYTES = 64 * 2**20
+#: Answers of a checkpoint; each is another row in every decoder pass.
+MAX_ANSWERS = 100
+
+#: Types in which weights come.
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 #: Recipe of a checkpoint whose weights are as they were trained.
 UNQUANTIZED = "none"
@@ -184,18 +193,25 @@ class Files:
 
     def path(self, name: str) -> Path:
         """Where a file is. Raises CheckpointRefused where it is missing or outside the directory."""
-        path = (self.root / name).resolve()
+        try:
+            path = (self.root / name).resolve()
+            is_file = path.is_file()
+        except (OSError, ValueError, RuntimeError):  # A name too long, with a NUL, or of a link to itself.
+            raise CheckpointRefused(f"{name!r:.80} is no file's name in {self.root}.") from None
         if not path.is_relative_to(self.root):
             raise CheckpointRefused(
-                f"{name} leads out of {self.root}: put the file itself there, not a link or a path."
+                f"{name:.200} leads out of {self.root}: put the file itself there, not a link or a path."
             )
-        if not path.is_file():
-            raise CheckpointRefused(f"{name} is missing in {self.root}.")
+        if not is_file:
+            raise CheckpointRefused(f"{name:.200} is missing in {self.root}.")
         return path
 
     def has(self, name: str) -> bool:
         """Whether there is something of that name, be it a link to nowhere."""
-        return (self.root / name).is_symlink() or (self.root / name).exists()
+        try:
+            return (self.root / name).is_symlink() or (self.root / name).exists()
+        except OSError:
+            return False
 
     def checked(self, name: str) -> tuple[Path, str]:
         """A file's path and sha256. Raises CheckpointRefused where the manifest has another one, or none."""
@@ -211,6 +227,9 @@ class Files:
 
     def text(self, name: str) -> str:
         """A text file's contents."""
+        size = self.path(name).stat().st_size
+        if size > MAX_TEXT_BYTES:
+            raise CheckpointRefused(f"{name} has {size} bytes, and {MAX_TEXT_BYTES} are read: it is no checkpoint's.")
         path, _ = self.checked(name)
         try:
             return path.read_text(encoding="utf-8")
@@ -234,6 +253,7 @@ class Files:
     def weights(self) -> tuple[dict[str, Tensor], str]:
         """The stored tensors by name, and their file's sha256; safetensors where there are both kinds."""
         name = SAFETENSORS if self.has(SAFETENSORS) or not self.has(PICKLED) else PICKLED
+        (check_safetensors if name == SAFETENSORS else check_pickled)(self.path(name))
         path, digest = self.checked(name)
         try:
             if name == SAFETENSORS:
@@ -244,11 +264,19 @@ class Files:
             raise CheckpointRefused(
                 f"{name} holds more than tensors, and reading it could run code: save the plain state_dict."
             ) from None
-        except (safetensors.SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-            raise CheckpointRefused(f"{name} cannot be read as weights ({error}): fetch it again.") from error
-        if not isinstance(values, dict) or not all(isinstance(tensor, Tensor) for tensor in values.values()):
+        except Exception as error:
+            # On hostile bytes either library raises nearly anything.
+            raise CheckpointRefused(f"{name} cannot be read as weights ({error!s:.200}): fetch it again.") from error
+        if not isinstance(values, dict) or not all(map(is_plain, values, values.values())):
             raise CheckpointRefused(f"{name} is not a plain state_dict of tensors: save the model's state_dict().")
         return values, digest
+
+
+def is_plain(name: object, value: object) -> bool:
+    """Whether it is a named tensor whose values are all there, in memory."""
+    if not isinstance(name, str) or not isinstance(value, Tensor):
+        return False
+    return value.layout is torch.strided and value.device.type == "cpu" and not value.is_quantized
 
 
 def sha256(path: Path) -> str:
@@ -285,7 +313,7 @@ def network_state(
             _check_buckets(name, tensor, config, longest_text)
         elif name not in expected and not name.startswith(UNUSED_PREFIXES):
             raise CheckpointRefused(
-                f"The weights hold an unknown key, {name}: this is not the architecture of config.json."
+                f"The weights hold an unknown key, {name:.200}: this is not the architecture of config.json."
             )
     missing = sorted(set(expected) - set(state) - counters - set(TIED))
     if missing:
@@ -294,10 +322,12 @@ def network_state(
         )
     for name, tensor in state.items():
         if tensor.shape != expected[name].shape:
-            found, wanted = tuple(tensor.shape), tuple(expected[name].shape)
-            raise CheckpointRefused(f"{name} has the shape {found} where config.json calls for {wanted}.")
-        floating = expected[name].is_floating_point() and tensor.is_floating_point()
-        if not (floating or tensor.dtype == expected[name].dtype) or not tensor.isfinite().all():
+            found, wanted = str(tuple(tensor.shape)), tuple(expected[name].shape)
+            raise CheckpointRefused(f"{name} has the shape {found:.80} where config.json calls for {wanted}.")
+        floating = expected[name].is_floating_point() and tensor.dtype in FLOATS
+        # Of 64 bits, what is finite may be so no longer in those that are computed in.
+        values = tensor.float() if tensor.dtype == torch.float64 else tensor
+        if not (floating or tensor.dtype == expected[name].dtype) or not values.isfinite().all():
             raise CheckpointRefused(f"{name} holds values that are not finite numbers.")
     return state
 
@@ -305,12 +335,14 @@ def network_state(
 def same_values(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are equal, without reading them when they share their memory."""
     shared = one.shape == other.shape and one.dtype == other.dtype and one.data_ptr() == other.data_ptr()
-    return shared or torch.equal(one, other)
+    return (shared and one.stride() == other.stride()) or torch.equal(one, other)
 
 
 def _check_buckets(name: str, stored: Tensor, config: OFAConfig, longest_text: int) -> None:
     """Compare a stored table of position buckets with the computed one, as far as texts and pictures reach."""
     cpu, side = torch.device("cpu"), config.image_bucket_size
+    if stored.dim() != 2:
+        raise CheckpointRefused(f"{name} has {stored.dim()} dimensions, and a table of buckets has two sides.")
     if name.endswith(".token_rp_bucket"):
         # Rounding may move the last buckets of very long distances, which no text reaches.
         computed, corner = (
@@ -343,7 +375,7 @@ def _check_length(config: OFAConfig, tokens: int) -> None:
 
 def _read_answers(files: Files, configuration: Configuration, tokenizer: Tokenizer) -> Answers:
     name, example = configuration.answer2label, '{"yes": 0, "no": 1, "it is not possible to tell": 2}'
-    if not name:
+    if not PurePosixPath(name).name:
         raise CheckpointRefused(
             "configuration.json names no answers: set model.answer2label to the name of a JSON file such as " + example
         )
@@ -352,14 +384,16 @@ def _read_answers(files: Files, configuration: Configuration, tokenizer: Tokeniz
         named, name = name, str(PurePosixPath(name).with_suffix(".json"))
         if not files.has(name):
             raise CheckpointRefused(
-                f"configuration.json names {named} for the answers, which is not JSON and is never opened: "
-                f"write its contents to {name}, such as {example}"
+                f"configuration.json names {named:.200} for the answers, which is not JSON and is never opened: "
+                f"write its contents to {name:.200}, such as {example}"
             )
     values = files.json_object(name)
     if len(values) < 2 or not all(key.strip() and type(index) is int for key, index in values.items()):
         raise CheckpointRefused(
             f"{name} is not an object of at least two answers with their numbers, such as {example}"
         )
+    if len(values) > MAX_ANSWERS or not all(map(is_text, values)):
+        raise CheckpointRefused(f"{name} has {len(values)} answers; there may be {MAX_ANSWERS} texts, none with a NUL.")
     try:
         return Answers(tuple(values), tuple(tuple(tokenizer.encode(f" {answer}")) for answer in values), tokenizer.eos)
     except ValueError as error:
@@ -373,7 +407,7 @@ def _read_labels(answers: tuple[str, ...], given: Mapping[str, str]) -> tuple[La
         label = given.get(answer) or KNOWN_ANSWERS.get(answer.strip().lower())
         if label not in get_args(Label):
             raise CheckpointRefused(
-                f"It is not known what the answer {answer!r} means: give it a label in {MANIFEST}, such as "
+                f"It is not known what the answer {answer!r:.80} means: give it a label in {MANIFEST}, such as "
                 f'"labels": {{{json.dumps(answer)}: "neutral"}}, one of {", ".join(get_args(Label))}.'
             )
         if label in labels:
@@ -397,11 +431,11 @@ def _read_reference(files: Files, answers: Answers) -> tuple[ReferencePair, ...]
 def _read_manifest(values: Mapping[str, Any], default_name: str) -> Manifest:
     if values.get("format") != MANIFEST_FORMAT:
         raise CheckpointRefused(
-            f"{MANIFEST} has format {values.get('format')!r}; this version reads {MANIFEST_FORMAT}."
+            f"{MANIFEST} has format {values.get('format')!r:.80}; this version reads {MANIFEST_FORMAT}."
         )
     for key in ("name", "revision", "recipe"):
-        if not isinstance(values.get(key, ""), str):
-            raise CheckpointRefused(f"{MANIFEST} has {key} = {values[key]!r}, which is not text.")
+        if not is_text(values.get(key, ""), longest=500):
+            raise CheckpointRefused(f"{MANIFEST} has {key} = {values[key]!r:.200}, which is not a text that is stored.")
     for key in ("files", "labels"):
         entries = values.get(key, {})
         if not isinstance(entries, dict) or not all(isinstance(entry, str) for entry in entries.values()):

@@ -5,6 +5,7 @@ answers and are ignored; a key that asks for something this code does not comput
 silently computed wrongly. Defaults are those of ModelScope's OFA, because a hub file leaves out what equals them.
 """
 
+import re
 import string
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -44,6 +45,22 @@ REQUIRED: Mapping[str, object] = {
     "use_ofasys": False,
 }
 
+#: The largest value of each key, far above any OFA: what is larger would be built, layer by layer, before the weights
+#: could disagree.
+LARGEST: Mapping[str, int] = {
+    "vocab_size": 1_000_000,
+    "d_model": 16_384,
+    "encoder_layers": 100,
+    "encoder_attention_heads": 256,
+    "encoder_ffn_dim": 65_536,
+    "decoder_layers": 100,
+    "decoder_attention_heads": 256,
+    "decoder_ffn_dim": 65_536,
+    "image_bucket_size": 256,
+    "token_bucket_size": 4_096,
+    "code_image_size": 4_096,
+}
+
 #: Relative text positions are bucketed as if every sequence could be this long, whatever the configuration says.
 MAX_TOKENS = 1024
 
@@ -79,7 +96,7 @@ class OFAConfig:
         for key, supported in REQUIRED.items():
             if values.get(key, supported) != supported:
                 raise CheckpointRefused(
-                    f"config.json has {key} = {values[key]!r}, and only {supported!r} is supported: "
+                    f"config.json has {key} = {values[key]!r:.200}, and only {supported!r} is supported: "
                     "use a checkpoint of the plain OFA architecture."
                 )
         config = cls(**_read(values, cls, "config.json"))
@@ -93,11 +110,20 @@ class OFAConfig:
     def _check(self) -> None:
         if self.resnet_type not in RESNET_BLOCKS:
             raise CheckpointRefused(
-                f"config.json has resnet_type = {self.resnet_type!r}; supported are {', '.join(RESNET_BLOCKS)}."
+                f"config.json has resnet_type = {self.resnet_type!r:.200}; supported are {', '.join(RESNET_BLOCKS)}."
+            )
+        for key, largest in LARGEST.items():
+            if not 1 <= getattr(self, key) <= largest:
+                raise CheckpointRefused(
+                    f"config.json has {key} = {getattr(self, key)!r:.40}; it must be 1 to {largest}."
+                )
+        if not 0 < self.attn_scale_factor < 1_000:
+            raise CheckpointRefused(
+                f"config.json has attn_scale_factor = {self.attn_scale_factor}; it must be above 0."
             )
         for key in ("encoder_attention_heads", "decoder_attention_heads"):
             heads = getattr(self, key)
-            if heads < 1 or self.d_model % heads:
+            if self.d_model % heads:
                 raise CheckpointRefused(
                     f"config.json has {key} = {heads}, which does not divide d_model = {self.d_model}."
                 )
@@ -171,7 +197,9 @@ class Configuration:
         )
         for key, value, supported in wanted:
             if value != supported:
-                raise CheckpointRefused(f"configuration.json has {key} = {value!r}; only {supported!r} is supported.")
+                raise CheckpointRefused(
+                    f"configuration.json has {key} = {value!r:.200}; only {supported!r} is supported."
+                )
         known = _read({k: v for k, v in model.items() if not k.endswith("_prompt")}, cls, "configuration.json")
         if "prompt" in model:
             fields_in_prompt = prompt_fields(model["prompt"])
@@ -188,31 +216,38 @@ class Configuration:
 
 
 def refuse_code(values: object, file: str) -> None:
-    """Raise CheckpointRefused where `values`, as read from `file`, ask anywhere for code to be run."""
-    if isinstance(values, Mapping):
-        for key, value in values.items():
-            if key in CODE_KEYS and value:
-                raise CheckpointRefused(
-                    f"{file} asks to run code ({key} = {value!r}); no code of a checkpoint is ever run: "
-                    "use a checkpoint that needs none."
-                )
-            refuse_code(value, file)
-    elif isinstance(values, list):
-        for value in values:
-            refuse_code(value, file)
+    """Refuse (CheckpointRefused) settings that, as read from `file`, ask anywhere for code to be run."""
+    inside = [values]
+    while inside:
+        value = inside.pop()
+        if isinstance(value, list):
+            inside += value
+        elif isinstance(value, Mapping):
+            for key in CODE_KEYS:
+                if value.get(key):
+                    raise CheckpointRefused(
+                        f"{file} asks to run code ({key} = {value[key]!r:.200}); no code of a checkpoint is ever run: "
+                        "use a checkpoint that needs none."
+                    )
+            inside += value.values()
+
+
+def is_text(value: object, longest: int = 2_000) -> bool:
+    """Whether a value is text that can be stored with a verdict: Postgres takes neither NUL nor lone surrogates."""
+    return isinstance(value, str) and len(value) <= longest and not re.search("[\0\ud800-\udfff]", value)
 
 
 def prompt_fields(prompt: object) -> int:
     """Count the `{}` of a prompt: 1 takes a text, 2 take a premise and a text. Raises CheckpointRefused otherwise."""
     try:
-        parsed = list(string.Formatter().parse(prompt)) if isinstance(prompt, str) else []
+        parsed = list(string.Formatter().parse(prompt)) if isinstance(prompt, str) and is_text(prompt) else []
     except ValueError:
         parsed = []
     places = [(name, spec, conversion) for _, name, spec, conversion in parsed if name is not None]
     # Anything but a bare {} would let a prompt look into Python objects.
     if len(places) not in (1, 2) or any(place != ("", "", None) for place in places):
         raise CheckpointRefused(
-            f"configuration.json has prompt = {prompt!r}; it must hold {{}} once, for the text, "
+            f"configuration.json has prompt = {prompt!r:.200}; it must hold {{}} once, for the text, "
             "or twice, for the premise and the text."
         )
     return len(places)
@@ -227,6 +262,8 @@ def _read(values: Mapping[str, Any], into: type[OFAConfig] | type[Configuration]
             if type(value) is int and wanted is float:
                 value = float(value)
             if type(value) is not wanted:
-                raise CheckpointRefused(f"{file} has {field.name} = {value!r}, which is not of type {wanted.__name__}.")
+                raise CheckpointRefused(
+                    f"{file} has {field.name} = {value!r:.200}, which is not of type {wanted.__name__}."
+                )
             known[field.name] = value
     return known

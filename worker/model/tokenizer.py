@@ -13,6 +13,9 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from worker.errors import CheckpointRefused
 
+#: Ids of a vocabulary, far more than any has; the engine takes numbers of 32 bits.
+MAX_IDS = 10_000_000
+
 
 class Tokenizer:
     """Byte-level BPE with the ids of the control tokens that prompts are built of."""
@@ -32,8 +35,8 @@ class Tokenizer:
     @classmethod
     def from_hub(cls, vocab: object, merges: str) -> "Tokenizer":
         """Read the contents of `vocab.json` (parsed) and `merges.txt`. Raises CheckpointRefused."""
-        if not isinstance(vocab, dict) or not all(type(index) is int and index >= 0 for index in vocab.values()):
-            raise CheckpointRefused("vocab.json is not an object of token to id.")
+        if not isinstance(vocab, dict) or not all(type(id_) is int and 0 <= id_ < MAX_IDS for id_ in vocab.values()):
+            raise CheckpointRefused(f"vocab.json is not an object of token to id, 0 to {MAX_IDS - 1}.")
         pairs = [tuple(line.split(" ")) for line in merges.splitlines() if line and not line.startswith("#version")]
         if not all(len(pair) == 2 for pair in pairs):
             raise CheckpointRefused("merges.txt has a line that is not two tokens with a space between.")

@@ -31,6 +31,8 @@ FORMAT = 1
 REFERENCE = "reference.json"
 REFERENCE_PICTURES = "reference.png"
 REFERENCE_SIDE_PX = 32
+#: Of the file of pictures, which has some 20 kB, and of the picture in it.
+MAX_REFERENCE_BYTES, MAX_REFERENCE_PX = 2**20, 2**22
 
 
 @dataclass(frozen=True)
@@ -65,21 +67,21 @@ class Quantization:
         # The format comes first, since it says what the rest means.
         if values.get("format") != FORMAT:
             raise CheckpointRefused(
-                f"The weights are quantized in format {values.get('format')!r} and this version reads {FORMAT}: "
+                f"The weights are quantized in format {values.get('format')!r:.80} and this version reads {FORMAT}: "
                 "quantize the original checkpoint again."
             )
         if recipe not in RECIPES:
-            raise CheckpointRefused(f"concord.json has the unknown recipe {recipe!r}: quantize with a newer version.")
+            raise CheckpointRefused(f"concord.json has the unknown recipe {recipe!r:.80}: use a newer version.")
         group, dense, fallback = values.get("group"), values.get("dense"), values.get("fallback")
         if group not in GROUPS:
             raise CheckpointRefused(
-                f"concord.json has groups of {group!r} weights; the kernels take {', '.join(map(str, GROUPS))}."
+                f"concord.json has groups of {group!r:.80} weights; the kernels take {', '.join(map(str, GROUPS))}."
             )
         if not isinstance(dense, list) or not all(isinstance(name, str) for name in dense):
             raise CheckpointRefused("concord.json does not list which Linears are not quantized (quantization.dense).")
         if fallback is not None and fallback not in FALLBACKS:
             raise CheckpointRefused(
-                f"concord.json has the fallback {fallback!r}; it may be one of {', '.join(FALLBACKS)}."
+                f"concord.json has the fallback {fallback!r:.80}; it may be one of {', '.join(FALLBACKS)}."
             )
         return cls(RECIPES[recipe], group, tuple(dense), fallback, str(values.get("source_sha256", "")))
 
@@ -97,7 +99,7 @@ def hollow(model: OFA, quantization: Quantization, stored: Mapping[str, Tensor])
     linears = linears_of(model)
     unknown = [name for name in quantization.dense if name not in linears]
     if unknown:
-        raise CheckpointRefused(f"concord.json keeps {unknown[0]} unquantized, and config.json has no such Linear.")
+        raise CheckpointRefused(f"concord.json keeps {unknown[0]:.99} unquantized, and config.json has no such Linear.")
     if quantization.recipe.linears == "dense":
         return
     wanted = set(linears) - set(quantization.dense)
@@ -105,7 +107,7 @@ def hollow(model: OFA, quantization: Quantization, stored: Mapping[str, Tensor])
     for name in sorted(wanted ^ found):
         what = "are quantized" if name in found else "are not quantized"
         raise CheckpointRefused(
-            f"The weights of {name} {what}, and concord.json with config.json says otherwise: quantize again."
+            f"The weights of {name:.200} {what}, and concord.json with config.json says otherwise: quantize again."
         )
     for name in wanted:
         k, n = linears[name].in_features, linears[name].out_features
@@ -132,19 +134,32 @@ def lay_out(model: OFA) -> None:
 def read_reference(values: Mapping[str, Any], pictures: Path, answers: int) -> tuple[ReferencePair, ...]:
     """The pairs of reference.json, their pictures the tiles of reference.png. Raises CheckpointRefused."""
     try:
+        if pictures.stat().st_size > MAX_REFERENCE_BYTES:
+            raise ValueError(f"more than {MAX_REFERENCE_BYTES} bytes of pictures")
         with Image.open(pictures, formats=["PNG"]) as mosaic:
+            if mosaic.width * mosaic.height > MAX_REFERENCE_PX:
+                raise ValueError(f"a picture of {mosaic.width} x {mosaic.height}")
             tiles = tiles_of(mosaic.convert("RGB"))
         pairs = [
-            ReferencePair(tile, str(place).encode(), pair["text"], pair["premise"], tuple(map(float, pair["probs"])))
+            ReferencePair(tile, str(place).encode(), *texts_of(pair), tuple(map(float, pair["probs"])))
             for place, (tile, pair) in enumerate(zip(tiles, values["pairs"], strict=True))
         ]
-    except (KeyError, TypeError, ValueError, OSError) as error:
+    except Exception as error:
+        # Pillow raises nearly anything on hostile bytes, and so does JSON of another shape.
         raise CheckpointRefused(
-            f"{REFERENCE} with {REFERENCE_PICTURES} cannot be read ({error}): quantize again."
+            f"{REFERENCE} with {REFERENCE_PICTURES} cannot be read ({error!s:.200}): quantize again."
         ) from error
     if any(len(pair.probs) != answers for pair in pairs):
         raise CheckpointRefused(f"{REFERENCE} has not a probability for each of the {answers} answers: quantize again.")
     return tuple(pairs)
+
+
+def texts_of(pair: Mapping[str, Any]) -> tuple[str, str | None]:
+    """A reference pair's text and premise. Raises ValueError where they are no texts."""
+    text, premise = pair["text"], pair["premise"]
+    if not isinstance(text, str) or not (premise is None or isinstance(premise, str)):
+        raise ValueError("a text that is none")
+    return text, premise
 
 
 def tiles_of(mosaic: Image.Image) -> list[Image.Image]:
