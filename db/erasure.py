@@ -65,7 +65,11 @@ where position(:plain in body) > 0 or position(:escaped in body) > 0
 
 @dataclass(frozen=True)
 class Erasure:
-    """Rows changed, by table. `in_work` counts pairs that workers have: what they write is to be erased again."""
+    """Rows changed, by table.
+
+    `in_work` counts pairs that workers have, and messages that name the ref and cannot be read: what workers write of
+    them is to be erased again.
+    """
 
     rows: dict[str, int]
     in_work: int
@@ -80,7 +84,8 @@ def erase(connection: Connection, source: str, ref: str) -> Erasure:
     for table, statement in (("verdict", VERDICTS), ("catalog_state", STATE), ("catalog_item", ITEM)):
         rows[table] = connection.execute(text(statement), named).rowcount
     left = connection.execute(text(IN_WORK), spelt).all()
-    return Erasure(rows, sum(len(pairs_of(row, source, ref)) for row in left))
+    places = [pairs_of(row, source, ref) for row in left]
+    return Erasure(rows, sum(1 if one is None else len(one) for one in places))
 
 
 def take_back(connection: Connection, source: str, ref: str, spelt: dict[str, bytes]) -> int:
@@ -105,21 +110,23 @@ def take_back(connection: Connection, source: str, ref: str, spelt: dict[str, by
             # There is no month for it any more: a worker will refuse the message, and record it.
             continue
         if kept:
-            statement = text("update outbox set body = :body where message_id = :message_id")
+            statement = text("update outbox set body = :body, last_error = null where message_id = :message_id")
             new = json.dumps({**body, "pairs": kept}).encode()
             connection.execute(statement, {"body": new, "message_id": row.message_id})
         taken += len(places)
     return taken
 
 
-def pairs_of(row: Any, source: str, ref: str) -> Sequence[int]:
-    """The places of the ref's pairs in a message; none in one that cannot be read."""
+def pairs_of(row: Any, source: str, ref: str) -> Sequence[int] | None:
+    """The places of the ref's pairs in a message; None for one that cannot be read: it will be recorded as rejected."""
     try:
         body = json.loads(bytes(row.body))
         datetime.fromisoformat(body["submitted_at"])
     except (ValueError, RecursionError, KeyError, TypeError):
-        return []
-    if not isinstance(body, dict) or body.get("source", "default") != source or not isinstance(body.get("pairs"), list):
+        return None
+    if not isinstance(body, dict) or not isinstance(body.get("pairs"), list):
+        return None
+    if body.get("source", "default") != source:
         return []
     return [place for place, pair in enumerate(body["pairs"]) if isinstance(pair, dict) and pair.get("ref") == ref]
 

@@ -73,8 +73,9 @@ class Rejected:
     pairs: int = 0
 
     def digest(self) -> bytes:
-        parts = (self.queue.encode(), self.error_code.encode(), self.error_detail.encode(), self.body)
-        return hashlib.sha256(b"\0".join(parts)).digest()
+        """Of what makes it the same one when it is delivered again."""
+        words = (self.queue, self.error_code, self.error_detail, str(self.message_id or ""))
+        return hashlib.sha256(b"\0".join([*(word.encode() for word in words), self.body])).digest()
 
 
 def add(connection: Connection, rows: Iterable[OutboxRow], *, published: bool = False) -> int:

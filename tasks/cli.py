@@ -387,8 +387,8 @@ def explain(error: SQLAlchemyError) -> str:
     first_line = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
     if trouble(error) is Trouble.AWAY:
         return f"the database does not answer ({first_line}). `concord local up` starts one on this machine"
-    if getattr(getattr(error, "orig", None), "sqlstate", None) == "42P01":
-        return f"the database has no tables yet ({first_line}). Run `concord db upgrade`"
+    if getattr(getattr(error, "orig", None), "sqlstate", None) in ("42P01", "42883", "42703"):
+        return f"the database lacks what this version needs ({first_line}). Run `concord db upgrade`"
     return f"the database refused: {first_line}"
 
 

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from celery import bootsteps
 from sqlalchemy import Engine
+from sqlalchemy.exc import ProgrammingError
 
 from db import registry
 from db.batches import BatchRow
 from db.engine import make_engine
+from db.verdicts import Settlement
 from tasks.app import app
 from tasks.lone import judge_alone
 from tasks.relay import Relay
@@ -39,6 +41,7 @@ from worker.errors import (
     MessageRejected,
     PairRejected,
     TryLater,
+    first_line,
 )
 from worker.images import Fetched, ImageStore, decode
 from worker.messages import TASK_NAME, as_uuid
@@ -49,6 +52,8 @@ log = logging.getLogger(__name__)
 
 #: Policies and the oldest month are read again after this long.
 RULES_FRESH_FOR_S = 60.0
+#: SQLSTATEs of a function, a table and a column that are not there.
+NOT_UPGRADED = ("42883", "42P01", "42703")
 
 
 @dataclass
@@ -136,7 +141,7 @@ class Moderate(MicroBatchTask):
         """Verdicts: one transaction for the whole batch."""
         line = self.line
         settlements = [settlement_of(reading, line.policies, line.settings, line.made_by) for reading in readings]
-        write(line.engine, settlements, batch.stopping, measured(readings, batch, line))
+        write(line.engine, settlements, batch.stopping, measured(readings, settlements, batch, line))
         pairs = sum(len(reading.cases) for reading in readings)
         before = sum(len(reading.cases) for reading in readings if reading.delivery.redelivered)
         seconds = time.monotonic() - batch.started_at
@@ -244,16 +249,23 @@ def ask(cases: Sequence[Case], line: Line, batch: Batch) -> None:
         case.answer = answer
 
 
-def measured(readings: Sequence[Reading], batch: Batch, line: Line) -> BatchRow | None:
-    """What this batch tells of the line's speed; None where it held no pair."""
+def measured(
+    readings: Sequence[Reading], settlements: Sequence[Settlement], batch: Batch, line: Line
+) -> BatchRow | None:
+    """What this batch tells of the line's speed; None where it held no pair.
+
+    Pairs that could not be read count, for they have a verdict; those that are tried again count where it is written.
+    """
     cases = [case for reading in readings for case in reading.cases]
-    if not cases:
+    pairs = sum(len(one.verdicts) for one in settlements)
+    if not cases and not pairs:
         return None
     started_at = time.time() - (time.monotonic() - batch.started_at)
     waits = [
-        started_at - (reading.delivery.published_at or case.message.submitted_at.timestamp())
+        started_at - (reading.delivery.published_at or reading.message.submitted_at.timestamp())
         for reading in readings
-        for case in reading.cases
+        if reading.message and not reading.is_parked
+        for _ in [*reading.cases, *reading.message.refused]
     ]
     judged = [case.answer for case in cases if isinstance(case.answer, Judgement)]
     return BatchRow(
@@ -261,7 +273,7 @@ def measured(readings: Sequence[Reading], batch: Batch, line: Line) -> BatchRow 
         lane=batch.lane,
         model_version_id=line.made_by.model_version_id,
         messages=len(readings),
-        pairs=len(cases),
+        pairs=pairs,
         judged=len(judged),
         queue_s=max(0.0, sum(waits) / len(waits)),
         fetch_s=batch.seconds["fetch"],
@@ -297,7 +309,14 @@ def set_up(chosen: Settings, worker: str) -> Line:
                 answers=dict(zip(checkpoint.answers.names, checkpoint.labels, strict=True)),
             )
 
-    made_by = MadeBy(persist(sign_in, is_stopping), checkpoint.sha256, checkpoint.recipe, checkpoint.configuration)
+    try:
+        version = persist(sign_in, is_stopping)
+    except ProgrammingError as error:
+        if getattr(error.orig, "sqlstate", None) not in NOT_UPGRADED:
+            raise
+        why = first_line(error.orig)
+        raise ConcordError(f"{why}: run `concord db upgrade` before workers of this version") from error
+    made_by = MadeBy(version, checkpoint.sha256, checkpoint.recipe, checkpoint.configuration)
     line = Line(chosen, engine, store, moderator, made_by, worker)
     persist(line.refresh_rules, is_stopping)
     log.info("%s %s (%s) is ready on %s", checkpoint.name, checkpoint.revision, checkpoint.recipe, moderator.device)

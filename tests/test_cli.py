@@ -33,6 +33,7 @@ COMMANDS = (
     "quantize", "compare", "tune", "score", "submit", "verdict", "status",
     "dead list", "dead show", "dead redrive", "dead drop",
     "sql", "erase", "chaos",
+    "nightly start", "nightly status", "nightly watch", "nightly cancel", "nightly resume", "nightly check",
     "db upgrade", "db maintain", "local up", "local down", "local status", "local psql", "weights fetch",
 )  # fmt: skip
 

@@ -1,7 +1,7 @@
-"""Three faults of kombu's Redis transport, mended here until kombu mends them.
+"""Faults of kombu's Redis transport, mended here until kombu mends them.
 
-All were seen with kombu 5.7.0. `install` checks the version: when a release that is not listed as affected is
-installed, nothing is changed.
+All were seen with kombu 5.7.0. The first two are bound to the releases in which they were seen, and change nothing in
+others; what can be pushed into a queue is no release's fault, and is always guarded.
 
     guard_restore    Redis goes away while messages are unacknowledged
     guard_refusals   Redis is up and refuses to write: full, a replica, a disk that fails

@@ -152,6 +152,13 @@ def test_a_pair_that_waits_is_taken_out_of_its_message_and_settled(connection: C
     assert "jane" not in dump(connection)
 
 
+def test_an_error_of_an_earlier_attempt_goes_with_the_pair_that_it_quotes(connection: Connection) -> None:
+    unpublished(connection, message(pair("sku-1"), pair("sku-10", text="a hat", image="s3://shop/hat.jpg")))
+    connection.execute(text("update outbox set last_error = :why"), {"why": f"image_fetch_failed: {WORDS['image']}"})
+    assert erase(connection, "shop", "sku-1").rows["outbox"] == 1
+    assert "jane" not in dump(connection)
+
+
 def test_a_message_of_nothing_else_goes_and_its_run_ends(connection: Connection) -> None:
     run = rows.a_run(connection, 2)
     unpublished(connection, message(pair("sku-1"), pair("sku-1"), run_id=str(run.id)))
@@ -194,11 +201,11 @@ def test_a_message_that_another_transaction_holds_is_not_waited_for(owner: Engin
 
 @pytest.mark.parametrize("body", [b"not json, but \"sku-1\"", b'{"pairs": 5, "ref": "sku-1"}', b'{"source": "shop", '
                                   b'"submitted_at": "never", "pairs": [{"ref": "sku-1"}]}'])  # fmt: skip
-def test_messages_that_nobody_can_read_are_left_to_the_relay(connection: Connection, body: bytes) -> None:
+def test_messages_that_nobody_can_read_are_counted_and_left_to_the_relay(connection: Connection, body: bytes) -> None:
     unpublished(connection, message())
     connection.execute(text("update outbox set body = :body"), {"body": body})
     done = erase(connection, "shop", "sku-1")
-    assert (done.rows["outbox"], done.in_work) == (0, 0)
+    assert (done.rows["outbox"], done.in_work) == (0, 1)
 
 
 def test_a_message_whose_month_is_gone_is_left_to_a_worker_which_refuses_it(connection: Connection) -> None:

@@ -324,7 +324,7 @@ def test_a_worker_can_neither_change_the_tables_nor_erase_verdicts_nor_make_rule
 
 def test_a_worker_can_make_the_months_ahead(worker: Engine) -> None:
     with worker.begin() as connection:
-        assert connection.execute(text("select make_verdict_partitions(4)")).scalar_one() == 2
+        assert connection.execute(text("select make_verdict_partitions(4)")).scalar_one() == 4
 
 
 def test_a_producer_can_enqueue(producer: Engine, worker: Engine) -> None:

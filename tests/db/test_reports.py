@@ -431,7 +431,7 @@ def test_a_run_is_compared_with_what_was_known_before_it_whichever_run_that_was(
     )
     found = {row.ref: row for row in read(worker, "run_changes", run_id=second)}
     assert {ref: row.change for ref, row in found.items()} == {
-        "worse": "newly_contradicting", "better": "newly_agreeing", "same": "unchanged", "unsure": "unchanged",
+        "worse": "newly_contradicting", "better": "newly_agreeing", "same": "unchanged", "unsure": "newly_undecided",
         "new": "first_seen", "broken": "not_judged",
     }  # fmt: skip
     worse = found["worse"]
@@ -439,6 +439,31 @@ def test_a_run_is_compared_with_what_was_known_before_it_whichever_run_that_was(
         long_ago, "entailment", False, True,
     )  # fmt: skip
     assert (worse.mismatch_before, worse.mismatch) == (False, True)
+
+
+def test_changes_are_of_the_label_as_a_nights_summary_counts_them_whatever_the_policy_watches_for(
+    worker: Connection,
+) -> None:
+    run = a_run(worker, TODAY + timedelta(days=1))
+    moves = {"newly_contradicting": ("entailment", "contradiction"), "newly_agreeing": ("contradiction", "entailment"),
+             "newly_undecided": ("entailment", "neutral"), "unchanged": ("neutral", "neutral")}  # fmt: skip
+    for change, (before, now) in moves.items():
+        write(
+            worker,
+            judged(worker, ref=change, label=before, **PROHIBITED),
+            judged(worker, ref=change, label=now, submitted_at=TODAY + timedelta(days=1), run_id=run, **PROHIBITED),
+        )
+    found = read(worker, "run_changes", run_id=run)
+    assert [row.change for row in found] == [row.ref for row in found] == sorted(moves)
+
+
+def test_a_table_that_was_attached_by_hand_leaves_the_days_as_they_are(owner: Connection) -> None:
+    before = owner.execute(text("select min(day) from calendar_day")).scalar_one()
+    owner.execute(
+        text("create table verdict_archive partition of verdict for values from ('2020-01-01') to ('2021-01-01')")
+    )
+    assert owner.execute(text("select min(day) from calendar_day")).scalar_one() == before
+    assert read(owner, "daily_labels") == []
 
 
 def test_what_the_same_file_no_longer_has_is_gone(worker: Connection) -> None:
@@ -454,6 +479,21 @@ def test_what_the_same_file_no_longer_has_is_gone(worker: Connection) -> None:
     found = {row.ref: row.change for row in read(worker, "run_changes", run_id=second)}
     assert found == {"kept": "unchanged", "left out": "gone"}
     assert {row.change for row in read(worker, "run_changes", run_id=other)} == {"first_seen"}
+
+
+def test_what_cannot_be_read_in_the_one_file_or_the_other_is_not_gone(worker: Connection) -> None:
+    first = a_run(worker, TODAY, kind="submit", name="pairs.jsonl")
+    second = a_run(worker, TODAY + timedelta(days=1), kind="submit", name="pairs.jsonl")
+    today = {"submitted_at": TODAY + timedelta(days=1), "run_id": second}
+    write(
+        worker,
+        judged(worker, ref="worse", run_id=first),
+        *(rows.rejected(next(numbers), ref=ref, run_id=first) for ref in ("better", "as bad")),
+        judged(worker, ref="better", **today),
+        *(rows.rejected(next(numbers), ref=ref, **today) for ref in ("worse", "as bad")),
+    )
+    found = [(row.ref, row.change) for row in read(worker, "run_changes", run_id=second)]
+    assert found == [("better", "first_seen"), ("as bad", "not_judged"), ("worse", "not_judged")]
 
 
 def test_what_a_night_no_longer_found_in_its_catalog_is_gone(owner: Connection) -> None:

@@ -1,6 +1,7 @@
 """Months come ahead of time, and go by the owner's numbers, whoever asks; those that a run still needs stay."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from uuid import uuid4
 
@@ -8,13 +9,14 @@ import pytest
 from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.exc import ProgrammingError
 
-from db import outbox, registry, retention
+from db import nights, outbox, registry, retention
 from db.engine import make_engine
 from db.outbox import Rejected
 from db.retention import Retention
 from db.verdicts import Settlement, settle
 from tests.conftest import Database
 from tests.db import rows
+from tests.line.site import eventually
 
 LAST_MONTH = (rows.THIS_MONTH - timedelta(days=1)).replace(day=1)
 MONTH_BEFORE = (LAST_MONTH - timedelta(days=1)).replace(day=1)
@@ -165,6 +167,39 @@ def test_old_rejected_messages_and_runs_that_are_over_are_deleted(owner: Engine,
     assert retention.maintain(worker).forgotten == {"rejected_message": 1, "run": 1}
     with owner.connect() as connection:
         assert list(connection.execute(text("select state from run order by state")).scalars()) == ["done", "running"]
+
+
+def test_a_cancelled_night_takes_along_what_it_kept_back(owner: Engine, worker: Engine) -> None:
+    with owner.begin() as connection:
+        night = nights.open_night(connection, uuid4(), source="shop", name="shop", lane="bulk", options={})
+        assert night is not None
+        kept_back = rows.message()
+        outbox.add(connection, [kept_back, rows.message()])
+        named = {"run_id": night.id, "id": kept_back.message_id}
+        connection.execute(text("update outbox set run_id = :run_id where message_id = :id"), named)
+        connection.execute(text("insert into catalog_object values (:id, 's3://shop/1.jpg', 'e')"), {"id": night.id})
+        assert nights.cancel(connection, night.id)
+        connection.execute(text("update run set finished_at = now() - interval '9 days'"))
+    keep(owner, run_days=8)
+    assert retention.maintain(worker).forgotten["run"] == 1
+    with owner.connect() as connection:
+        assert list(connection.execute(text("select run_id from outbox")).scalars()) == [None]
+        assert connection.execute(text("select count(*) from catalog_object")).scalar_one() == 0
+
+
+def test_two_who_drop_the_same_month_do_not_trip_over_each_other(owner: Engine, worker: Engine) -> None:
+    an_older_month(owner)
+    keep(owner, keep_months=1)
+    dropping = text("select drop_expired_month()")
+    waiting = text("select count(*) from pg_locks where not granted")
+    with owner.connect() as first, owner.connect() as watching, ThreadPoolExecutor(1) as pool:
+        first.execute(dropping)
+        second = pool.submit(retention.drop_months, worker)
+        eventually(lambda: watching.execute(waiting).scalar_one(), "the second waits for the first")
+        first.commit()
+        dropped, is_busy = second.result()
+    assert not is_busy
+    assert len(dropped) == 1
 
 
 def test_pages_are_deleted_until_none_is_left(owner: Engine) -> None:

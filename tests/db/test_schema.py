@@ -11,6 +11,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Connection, Engine, create_engine, text
+from sqlalchemy.exc import DBAPIError
 
 from db import registry
 from db.engine import make_engine
@@ -90,9 +91,17 @@ def test_the_highest_version_of_a_policy_is_in_force(owner: Connection) -> None:
     assert in_force == {"catalog": 10, "prohibited": 1}
 
 
+@pytest.mark.parametrize("function", ["make_partitions", "make_verdict_partitions"])
+@pytest.mark.parametrize("ahead", ["-1", "25", "2147483647", "null"])
+def test_nobody_makes_months_by_the_thousand(owner: Connection, function: str, ahead: str) -> None:
+    with pytest.raises(DBAPIError, match="months_ahead is 0 to 24"):
+        owner.execute(text(f"select {function}({ahead})"))
+    owner.rollback()
+
+
 def test_months_are_made_ahead_and_only_where_they_are_missing(owner: Connection) -> None:
     assert registry.make_partitions(owner) == 0, "the migration made them"
-    assert owner.execute(text("select make_verdict_partitions(5)")).scalar_one() == 3
+    assert owner.execute(text("select make_verdict_partitions(5)")).scalar_one() == 6
     assert owner.execute(text("select make_verdict_partitions(5)")).scalar_one() == 0
     last = owner.execute(
         text("select max(inhrelid::regclass::text) from pg_inherits where inhparent = 'verdict'::regclass")

@@ -91,7 +91,7 @@ def storm(site: Site, worker: Worker, lists: redis.Redis, hostile: Sequence[Entr
     ledger = Ledger(site, hostile)
     with contextlib.suppress(AssertionError):  # What is missing says more.
         eventually(lambda: not ledger.unrecorded(), "a record of each", patience_s)
-    assert ledger.unrecorded() == []
+    assert not (missing := ledger.unrecorded()), "\n".join(missing)
     eventually(lambda: is_settled(lists), "empty queues, nothing unacknowledged", patience_s)
     assert worker.process.poll() is None
     said = "".join(worker.lines[before:])

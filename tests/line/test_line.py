@@ -13,7 +13,7 @@ from sqlalchemy import create_engine, text
 
 from tasks.app import app
 from tasks.submit import Pair, submit, uuid7
-from tests.line.site import ROOT, Site, Worker, eventually
+from tests.line.site import PATIENCE_S, ROOT, Site, Worker, eventually
 from worker.messages import TASK_NAME, VERSION
 
 pytestmark = pytest.mark.usefixtures("worker")
@@ -126,7 +126,8 @@ def test_bad_pairs_are_rejected_one_by_one_and_their_neighbours_are_judged(site:
     for name, (wrong, _) in BAD_PAIRS.items():
         pairs.append({**good, "id": str(uuid4()), "ref": name, **wrong})
         pairs.append({**good, "id": str(uuid4()), "ref": f"beside {name}"})
-    send(message(pairs))
+    sent = message(pairs)
+    send(sent)
     rows = site.verdicts([pair["id"] for pair in pairs])
     for name, (_, code) in BAD_PAIRS.items():
         assert (name, rows[name]["status"], rows[name]["error_code"]) == (name, "rejected", code)
@@ -134,6 +135,13 @@ def test_bad_pairs_are_rejected_one_by_one_and_their_neighbours_are_judged(site:
     beside = [row for ref, row in rows.items() if ref.startswith("beside")]
     assert {row["status"] for row in beside} == {"judged"}
     assert len({row["p_entailment"] for row in beside}) == 1
+    # Verdicts and what was measured of their batch are of one transaction.
+    (measured,) = site.query(
+        "select sum(pairs) as pairs, sum(judged) as judged from batch"
+        " where settled_at in (select decided_at from verdict where message_id = :id)",
+        id=sent["message_id"],
+    )
+    assert (measured["pairs"], measured["judged"]) == (len(pairs), len(beside))
 
 
 FLAGGED: dict[str, tuple[str, str, str | None]] = {
@@ -253,3 +261,14 @@ def test_the_command_line_submits_a_file_waits_and_shows_a_verdict(site: Site, t
 def concord(*arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-c", "from tasks.cli import main; main()", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_a_worker_that_is_newer_than_the_database_ends_and_says_what_to_do(site: Site, stack: Any) -> None:
+    stack.postgres.create_database("not_upgraded")
+    url = stack.postgres.url(database="not_upgraded")
+    try:
+        with site.worker(ready="make_partitions() does not exist: run `concord db upgrade`", database_url=url) as ended:
+            assert ended.process.wait(PATIENCE_S) == 1
+        assert not any("Traceback" in line for line in ended.lines)
+    finally:
+        stack.postgres.drop_database("not_upgraded")

@@ -68,7 +68,10 @@ declare
     child text;
     made integer := 0;
 begin
-    -- The lock of make_verdict_partitions, which workers of the version before call.
+    -- Whoever may call this may not fill the catalogue with months.
+    if months_ahead is null or months_ahead not between 0 and 24 then
+        raise exception 'months_ahead is 0 to 24' using errcode = '22023';
+    end if;
     perform pg_advisory_xact_lock(hashtext('concord.make_verdict_partitions'));
     for parent, first_day in
         select p, m from unnest(array['verdict', 'batch']) as p,
@@ -86,6 +89,12 @@ begin
     return made;
 end $$;
 comment on function make_partitions is 'Makes last month''s, this month''s and the coming months'' partitions of verdict and batch where they are missing.';
+
+-- Workers of the version before call it.
+create or replace function make_verdict_partitions(months_ahead integer default 2)
+returns integer language sql security definer set search_path from current as $$
+    select make_partitions(months_ahead)
+$$;
 
 create view expired_month as
 select p.relname as parent, c.relname as name, i.inhdetachpending as pending, months.first_day,
@@ -107,6 +116,8 @@ returns text language plpgsql security definer set search_path from current set 
 declare
     month record;
 begin
+    -- One at a time: a second caller would find the month gone under its hands.
+    perform pg_advisory_xact_lock(hashtext('concord.make_verdict_partitions'));
     select * into month from expired_month where not needed order by first_day, name limit 1;
     if month.name is null then
         return null;
@@ -151,9 +162,10 @@ comment on schema report is 'What analysts read; made of views, by the role conc
 create view calendar_day as
 select d::date as day, d at time zone 'utc' as starts_at, (d + interval '1 day') at time zone 'utc' as ends_at
 from (
-    select min(to_date(right(child.relname, 7), 'YYYY_MM'))::timestamp as first_day
+    select to_date(right(min(child.relname), 7), 'YYYY_MM')::timestamp as first_day
     from pg_inherits join pg_class as child on child.oid = inhrelid
-    where inhparent = 'verdict'::regclass
+    -- Others that were attached by hand, an archive for example, tell nothing by their names.
+    where inhparent = 'verdict'::regclass and child.relname ~ '^verdict_\d{4}_\d{2}$'
 ) as months, generate_series(months.first_day, now() at time zone 'utc' + interval '1 hour', interval '1 day') as d;
 
 comment on view calendar_day is 'The days for which verdicts can be there, in UTC.';
@@ -341,9 +353,10 @@ create view report.run_changes as
 select r.id as run_id, r.kind, r.name, r.submitted_at, v.source, v.ref, v.policy,
        case when v.status <> 'judged' then 'not_judged'
             when b.submitted_at is null then 'first_seen'
-            when v.mismatch and not b.mismatch then 'newly_contradicting'
-            when b.mismatch and not v.mismatch then 'newly_agreeing'
-            else 'unchanged' end as change,
+            when v.label = b.label then 'unchanged'
+            when v.label = 'contradiction' then 'newly_contradicting'
+            when v.label = 'entailment' then 'newly_agreeing'
+            else 'newly_undecided' end as change,
        b.label as label_before, v.label, b.mismatch as mismatch_before, v.mismatch,
        b.decision as decision_before, v.decision,
        b.p_trouble as p_trouble_before, v.p_trouble, b.submitted_at as submitted_at_before,
@@ -382,8 +395,9 @@ cross join lateral (
 join report.verdicts as b on b.run_id = last.id and b.submitted_at = last.submitted_at and b.ref is not null
 where r.kind = 'submit' and r.state = 'done' and not exists (
     select from verdict as v
-    where v.source = b.source and v.ref = b.ref and v.policy = b.policy and v.submitted_at = r.submitted_at
-      and v.run_id = r.id);
+    -- A pair that could not be read may have no policy, and is there all the same.
+    where v.source = b.source and v.ref = b.ref and coalesce(v.policy = b.policy, true)
+      and v.submitted_at = r.submitted_at and v.run_id = r.id);
 
 comment on view report.run_changes is 'What a run found otherwise than it was known before. One row a pair of the run that has a ref, compared with the last judged verdict of the same source, ref and policy before it, whichever run that was; and one a ref that is gone.';
 comment on column report.run_changes.run_id is 'The run. Ask for one at a time.';
@@ -393,7 +407,7 @@ comment on column report.run_changes.submitted_at is 'When the run began.';
 comment on column report.run_changes.source is 'The tenant or catalog.';
 comment on column report.run_changes.ref is 'The producer''s own name for the pair.';
 comment on column report.run_changes.policy is 'The rule that decided.';
-comment on column report.run_changes.change is 'newly_contradicting: a mismatch now, and none before; newly_agreeing: none now, and one before; unchanged; first_seen: never judged before; not_judged: rejected or failed this time; gone: the last submitted file of this name had it, and this one does not.';
+comment on column report.run_changes.change is 'newly_contradicting: the label is contradiction, and was another; newly_agreeing, newly_undecided: the same of entailment and neutral; unchanged: the same label; first_seen: never judged before; not_judged: rejected or failed this time; gone: the last submitted file of this name had it, and this one does not.';
 comment on column report.run_changes.label_before is 'The label before.';
 comment on column report.run_changes.label is 'The label now.';
 comment on column report.run_changes.mismatch_before is 'Whether it was at odds with its policy before: see verdicts.mismatch.';

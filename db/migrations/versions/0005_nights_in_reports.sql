@@ -5,6 +5,27 @@ select set_config('search_path', quote_ident(current_schema()) || ', pg_temp', t
 -- verdict_source_ref_time finds all that it found.
 drop index if exists verdict_source_ref;
 
+create or replace function forget_expired_rows(page integer default 10000)
+returns table (of_table text, gone bigint) language sql security definer set search_path from current as $$
+    with messages as (
+        delete from rejected_message where id in (
+            select m.id from rejected_message as m, retention as k
+            where m.received_at < now() - k.rejected_days * interval '1 day' order by m.received_at limit page)
+        returning 1),
+    runs as (
+        delete from run where id in (
+            select r.id from run as r, retention as k
+            where r.state in ('done', 'cancelled', 'failed')
+              and coalesce(r.finished_at, r.created_at) < now() - k.run_days * interval '1 day' limit page)
+        returning id),
+    -- What a cancelled night kept back (db/nights.py), and its listing, nobody could find again without it.
+    parked as (
+        delete from outbox using runs
+        where outbox.run_id = runs.id and outbox.published_at is null and outbox.not_before = '9000-01-01 00:00+00'),
+    listed as (delete from catalog_object using runs where catalog_object.run_id = runs.id)
+    select 'rejected_message', count(*) from messages union all select 'run', count(*) from runs
+$$;
+
 -- name: run_summary
 -- purpose: What each run came to: a submitted file or one night's job.
 -- reader: the catalog team
@@ -72,9 +93,10 @@ create or replace view report.run_changes as
 select r.id as run_id, r.kind, r.name, r.submitted_at, v.source, v.ref, v.policy,
        case when v.status <> 'judged' then 'not_judged'
             when b.submitted_at is null then 'first_seen'
-            when v.mismatch and not b.mismatch then 'newly_contradicting'
-            when b.mismatch and not v.mismatch then 'newly_agreeing'
-            else 'unchanged' end as change,
+            when v.label = b.label then 'unchanged'
+            when v.label = 'contradiction' then 'newly_contradicting'
+            when v.label = 'entailment' then 'newly_agreeing'
+            else 'newly_undecided' end as change,
        b.label as label_before, v.label, b.mismatch as mismatch_before, v.mismatch,
        b.decision as decision_before, v.decision,
        b.p_trouble as p_trouble_before, v.p_trouble, b.submitted_at as submitted_at_before,
@@ -113,8 +135,9 @@ cross join lateral (
 join report.verdicts as b on b.run_id = last.id and b.submitted_at = last.submitted_at and b.ref is not null
 where r.kind = 'submit' and r.state = 'done' and not exists (
     select from verdict as v
-    where v.source = b.source and v.ref = b.ref and v.policy = b.policy and v.submitted_at = r.submitted_at
-      and v.run_id = r.id)
+    -- A pair that could not be read may have no policy, and is there all the same.
+    where v.source = b.source and v.ref = b.ref and coalesce(v.policy = b.policy, true)
+      and v.submitted_at = r.submitted_at and v.run_id = r.id)
 union all
 select r.id, r.kind, r.name, r.submitted_at, s.source collate "default", s.ref collate "default", s.policy, 'gone',
        s.label, null, null, null, null, null, null, null, null, null, null, null, null, null, s.attributes, null
@@ -130,7 +153,7 @@ comment on column report.run_changes.submitted_at is 'When the run began.';
 comment on column report.run_changes.source is 'The tenant or catalog.';
 comment on column report.run_changes.ref is 'The producer''s own name for the pair.';
 comment on column report.run_changes.policy is 'The rule that decided.';
-comment on column report.run_changes.change is 'newly_contradicting: a mismatch now, and none before; newly_agreeing: none now, and one before; unchanged; first_seen: never judged before; not_judged: rejected or failed this time; gone: a night no longer found it in its catalog, or a file no longer has it that the last one of its name had.';
+comment on column report.run_changes.change is 'newly_contradicting: the label is contradiction, and was another; newly_agreeing, newly_undecided: the same of entailment and neutral; unchanged: the same label; first_seen: never judged before; not_judged: rejected or failed this time; gone: a night no longer found it in its catalog, or a file no longer has it that the last one of its name had.';
 comment on column report.run_changes.label_before is 'The label before.';
 comment on column report.run_changes.label is 'The label now.';
 comment on column report.run_changes.mismatch_before is 'Whether it was at odds with its policy before: see verdicts.mismatch.';

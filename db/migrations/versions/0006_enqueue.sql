@@ -51,3 +51,6 @@ begin
         return query select (pair ->> 'id')::uuid from jsonb_array_elements(part) as pair;
     end loop;
 end $$;
+
+comment on column rejected_message.digest is
+    'sha256 over queue, code, detail, message_id and body: the same message is recorded once.';
