@@ -26,4 +26,13 @@ def test_the_model_imports_nothing_but_its_five_libraries() -> None:
     done = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, timeout=100)
 
     assert done.stderr == ""
-    assert done.stdout.split() == ["checkpoint", "config", "decode", "ofa", "preprocess", "resnet", "tokenizer", "weight_files"]
+    assert done.stdout.split() == [
+        "checkpoint",
+        "config",
+        "decode",
+        "ofa",
+        "preprocess",
+        "resnet",
+        "tokenizer",
+        "weight_files",
+    ]
