@@ -9,6 +9,8 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 #: No statement of the line takes longer than this unless something is wrong.
 STATEMENT_TIMEOUT_S = 30
 CONNECT_TIMEOUT_S = 5
+#: SQLSTATEs of a function, a table and a column that are not there.
+NOT_UPGRADED = ("42883", "42P01", "42703")
 
 
 class Trouble(Enum):
@@ -37,6 +39,11 @@ def make_engine(url: str, *, pool_size: int = 2, statement_timeout_s: int = STAT
             "application_name": "concord",
         },
     )
+
+
+def is_outdated(error: Exception) -> bool:
+    """Whether the database lacks a table, a column or a function that this version needs."""
+    return getattr(getattr(error, "orig", None), "sqlstate", None) in NOT_UPGRADED
 
 
 def trouble(error: Exception) -> Trouble:

@@ -18,7 +18,7 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from db import outbox, registry, runs, verdicts
-from db.engine import Trouble, trouble
+from db.engine import Trouble, is_outdated, trouble
 from db.runs import Run
 from tasks import nightly_cli, precision, reports
 from tasks.console import err, out, plain, progress, verbatim
@@ -387,7 +387,7 @@ def explain(error: SQLAlchemyError) -> str:
     first_line = str(getattr(error, "orig", None) or error).strip().splitlines()[0]
     if trouble(error) is Trouble.AWAY:
         return f"the database does not answer ({first_line}). `concord local up` starts one on this machine"
-    if getattr(getattr(error, "orig", None), "sqlstate", None) in ("42P01", "42883", "42703"):
+    if is_outdated(error):
         return f"the database lacks what this version needs ({first_line}). Run `concord db upgrade`"
     return f"the database refused: {first_line}"
 

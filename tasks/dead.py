@@ -21,6 +21,7 @@ from db.outbox import OutboxRow
 from tasks.console import err, out, plain, progress, verbatim
 from tasks.submit import PAIRS_PER_MESSAGE, Lane, chunked, engine, envelope, uuid7
 from worker.errors import ConcordError
+from worker.messages import TEXT_REPLACED
 
 dead_cli = typer.Typer(no_args_is_help=True, help="Dead letters: pairs that failed, their attempts used up.")
 
@@ -28,8 +29,6 @@ dead_cli = typer.Typer(no_args_is_help=True, help="Dead letters: pairs that fail
 PAIRS_PER_PAGE = 1_024
 #: More pairs than this are asked about before they are redriven or dropped.
 UNASKED = 1
-#: The worker's flag of a pair in whose strings characters were replaced; tasks.settling, which sets it, loads torch.
-TEXT_REPLACED = "text_replaced"
 #: The states of pairs to which each does nothing.
 LEFT_ALONE = {"redrive": ("under_way", "incomplete"), "drop": ("under_way",)}
 #: Characters that are listed of a group's example.

@@ -19,15 +19,13 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import ProgrammingError
 
 from db import registry
-from db.batches import BatchRow
-from db.engine import make_engine
-from db.verdicts import Settlement
+from db.engine import is_outdated, make_engine
 from tasks.app import app
 from tasks.lone import judge_alone
 from tasks.relay import Relay
 from tasks.scoring import make_store, worker_moderator
 from tasks.settings import Settings, settings
-from tasks.settling import Case, MadeBy, Picture, Reading, outcome_of, settlement_of
+from tasks.settling import Case, MadeBy, Picture, Reading, measurement_of, outcome_of, settlement_of
 from tasks.storing import patiently, persist, write
 from worker.batching import Batch, MicroBatchTask, Outcome
 from worker.delivery import Delivery
@@ -46,14 +44,12 @@ from worker.errors import (
 from worker.images import Fetched, ImageStore, decode
 from worker.messages import TASK_NAME, as_uuid
 from worker.messages import decode as decode_message
-from worker.moderator import Judgement, Moderator, Policy, Question
+from worker.moderator import Moderator, Policy, Question
 
 log = logging.getLogger(__name__)
 
 #: Policies and the oldest month are read again after this long.
 RULES_FRESH_FOR_S = 60.0
-#: SQLSTATEs of a function, a table and a column that are not there.
-NOT_UPGRADED = ("42883", "42P01", "42703")
 
 
 @dataclass
@@ -141,7 +137,8 @@ class Moderate(MicroBatchTask):
         """Verdicts: one transaction for the whole batch."""
         line = self.line
         settlements = [settlement_of(reading, line.policies, line.settings, line.made_by) for reading in readings]
-        write(line.engine, settlements, batch.stopping, measured(readings, settlements, batch, line))
+        measured = measurement_of(readings, settlements, batch, line.made_by, line.worker)
+        write(line.engine, settlements, batch.stopping, measured)
         pairs = sum(len(reading.cases) for reading in readings)
         before = sum(len(reading.cases) for reading in readings if reading.delivery.redelivered)
         seconds = time.monotonic() - batch.started_at
@@ -249,42 +246,6 @@ def ask(cases: Sequence[Case], line: Line, batch: Batch) -> None:
         case.answer = answer
 
 
-def measured(
-    readings: Sequence[Reading], settlements: Sequence[Settlement], batch: Batch, line: Line
-) -> BatchRow | None:
-    """What this batch tells of the line's speed; None where it held no pair.
-
-    Pairs that could not be read count, for they have a verdict; those that are tried again count where it is written.
-    """
-    cases = [case for reading in readings for case in reading.cases]
-    pairs = sum(len(one.verdicts) for one in settlements)
-    if not cases and not pairs:
-        return None
-    started_at = time.time() - (time.monotonic() - batch.started_at)
-    waits = [
-        started_at - (reading.delivery.published_at or reading.message.submitted_at.timestamp())
-        for reading in readings
-        if reading.message and not reading.is_parked
-        for _ in [*reading.cases, *reading.message.refused]
-    ]
-    judged = [case.answer for case in cases if isinstance(case.answer, Judgement)]
-    return BatchRow(
-        worker=line.worker,
-        lane=batch.lane,
-        model_version_id=line.made_by.model_version_id,
-        messages=len(readings),
-        pairs=pairs,
-        judged=len(judged),
-        queue_s=max(0.0, sum(waits) / len(waits)),
-        fetch_s=batch.seconds["fetch"],
-        model_s=batch.seconds["model"],
-        write_s=0.0,  # known when it is written
-        tokens=sum(answer.tokens for answer in judged),
-        padded_tokens=sum(answer.padded_tokens for answer in judged),
-        pictures=len({case.picture.decoded.sha256 for case in cases if case.picture}),
-    )
-
-
 def set_up(chosen: Settings, worker: str) -> Line:
     """Load the model, send an example through it, and sign in to Postgres. Raises ConcordError with what to do."""
     if chosen.torch_threads:
@@ -312,7 +273,7 @@ def set_up(chosen: Settings, worker: str) -> Line:
     try:
         version = persist(sign_in, is_stopping)
     except ProgrammingError as error:
-        if getattr(error.orig, "sqlstate", None) not in NOT_UPGRADED:
+        if not is_outdated(error):
             raise
         why = first_line(error.orig)
         raise ConcordError(f"{why}: run `concord db upgrade` before workers of this version") from error

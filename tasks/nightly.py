@@ -17,7 +17,6 @@ from uuid import UUID, uuid5
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import SQLAlchemyError
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, wait_random_exponential
 
 from db import catalog as items_known
 from db import nights, outbox, registry
@@ -31,6 +30,7 @@ from tasks.nightly_end import persist
 from tasks.nightly_s3 import Buckets, S3Away
 from tasks.nightly_sources import SKIPPED_NAMED, Page, Source, SourceWrong, open_source
 from tasks.settings import Settings
+from tasks.storing import patiently
 from tasks.submit import PAIRS_PER_MESSAGE, chunked, envelope
 from worker.errors import ConcordError, Hold, first_line
 from worker.messages import clean_string
@@ -41,8 +41,6 @@ log = logging.getLogger(__name__)
 NIGHTS = UUID("b7c1f4a2-0d0e-4f0e-8d55-3a8f1a0a6c5e")
 #: Between two looks at what the workers have settled.
 POLL_S = 0.5
-#: The longest wait between two tries while the source or S3 is away.
-MAX_BACK_OFF_S = 30.0
 FINGERPRINT_BYTES = 16
 
 #: The end work sums up a whole catalog in a statement.
@@ -192,31 +190,6 @@ class Lock:
             self.connection = None
 
 
-def patient(catalog: Catalog, stopping: Stopping) -> Retrying:
-    """Tries again while the source or S3 only does not answer, for as long as the catalog's patience lasts."""
-
-    def say(state: RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        log.warning("%s waits: %s", catalog.name, first_line(error))
-
-    def rest(seconds: float) -> None:
-        until = time.monotonic() + seconds
-        while time.monotonic() < until and not stopping():
-            time.sleep(min(0.1, seconds))
-
-    def enough(state: RetryCallState) -> bool:
-        return stopping() or (state.seconds_since_start or 0.0) >= catalog.patience_s
-
-    return Retrying(
-        retry=retry_if_exception_type((SourceAway, S3Away)),
-        wait=wait_random_exponential(multiplier=0.5, max=MAX_BACK_OFF_S),
-        stop=enough,
-        sleep=rest,
-        before_sleep=say,
-        reraise=True,
-    )
-
-
 @contextmanager
 def opened(catalog: Catalog, settings: Settings) -> Iterator[Source]:
     source = open_source(catalog, settings)
@@ -231,7 +204,7 @@ def plan(engine: Engine, catalog: Catalog, night: Night, settings: Settings, sto
 
     Raises what `Source` and `Buckets` do, and Hold where it is to stop.
     """
-    tries = partial(patient, catalog, stopping)
+    tries = partial(patiently, lambda error: isinstance(error, SourceAway | S3Away), stopping, catalog.patience_s)
     with opened(catalog, settings) as source:
         if night.position is None:
             tries()(source.check)

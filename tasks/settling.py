@@ -7,6 +7,7 @@ message with the pairs that are left; or failed, once the attempts are used up.
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -15,21 +16,29 @@ from uuid import UUID
 from sqlalchemy import Engine
 
 from db import verdicts
+from db.batches import BatchRow
 from db.outbox import OutboxRow, Rejected
 from db.verdicts import Settlement, Verdict
 from tasks.settings import Settings
-from worker.batching import Outcome
+from worker.batching import Batch, Outcome
 from worker.delivery import Delivery
 from worker.errors import CodedError, GivenUp, Hold, MessageRejected, TryLater
 from worker.images import DecodedImage
-from worker.messages import MAX_PAIRS_PER_MESSAGE, Message, Pair, RefusedPair, as_uuid, clean_string, encode
+from worker.messages import (
+    MAX_PAIRS_PER_MESSAGE,
+    TEXT_REPLACED,
+    Message,
+    Pair,
+    RefusedPair,
+    as_uuid,
+    clean_string,
+    encode,
+)
 from worker.model.config import Configuration
 from worker.moderator import Judgement, Policy, decide
 
 log = logging.getLogger(__name__)
 
-#: Flag of a pair in whose strings NUL or lone surrogates were replaced.
-TEXT_REPLACED = "text_replaced"
 #: Seconds of the longest wait before an attempt.
 MAX_RETRY_DELAY_S = 3_600.0
 CONTENT_HASH_BYTES = 16
@@ -280,6 +289,42 @@ def asked_for(delivery: Delivery, message: Message) -> list[UUID]:
     earlier = [as_uuid(one) for one in before[:MAX_PAIRS_PER_MESSAGE]] if isinstance(before, list) else []
     now = [*(pair.id for pair in message.pairs), *(refused.id for refused in message.refused)]
     return [pair_id for pair_id in [*earlier, *now] if pair_id]
+
+
+def measurement_of(
+    readings: Sequence[Reading], settlements: Sequence[Settlement], batch: Batch, made_by: MadeBy, worker: str
+) -> BatchRow | None:
+    """What a batch tells of the line's speed; None where it held no pair.
+
+    Pairs that could not be read count, for they have a verdict; those that are tried again count where it is written.
+    """
+    cases = [case for reading in readings for case in reading.cases]
+    pairs = sum(len(one.verdicts) for one in settlements)
+    if not cases and not pairs:
+        return None
+    started_at = time.time() - (time.monotonic() - batch.started_at)
+    waits = [
+        started_at - (reading.delivery.published_at or reading.message.submitted_at.timestamp())
+        for reading in readings
+        if reading.message and not reading.is_parked
+        for _ in [*reading.cases, *reading.message.refused]
+    ]
+    judged = [case.answer for case in cases if isinstance(case.answer, Judgement)]
+    return BatchRow(
+        worker=worker,
+        lane=batch.lane,
+        model_version_id=made_by.model_version_id,
+        messages=len(readings),
+        pairs=pairs,
+        judged=len(judged),
+        queue_s=max(0.0, sum(waits) / len(waits)),
+        fetch_s=batch.seconds["fetch"],
+        model_s=batch.seconds["model"],
+        write_s=0.0,  # known when it is written
+        tokens=sum(answer.tokens for answer in judged),
+        padded_tokens=sum(answer.padded_tokens for answer in judged),
+        pictures=len({case.picture.decoded.sha256 for case in cases if case.picture}),
+    )
 
 
 def outcome_of(reading: Reading, engine: Engine) -> Outcome:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -39,8 +40,13 @@ def persist(action: Callable[[], T], stopping: Callable[[], bool]) -> T:
     return patiently(passing, stopping)(action)
 
 
-def patiently(passing: Callable[[BaseException], bool], stopping: Callable[[], bool]) -> Retrying:
-    """Tries again, with growing waits, for as long as the trouble is a passing one and the worker is to go on."""
+def patiently(
+    passing: Callable[[BaseException], bool], stopping: Callable[[], bool], patience_s: float = math.inf
+) -> Retrying:
+    """Tries again, with growing waits, for as long as the trouble is a passing one and the process is to go on.
+
+    Raises Hold where it is told to stop, and the trouble itself once `patience_s` are over.
+    """
 
     def rest(seconds: float) -> None:
         until = time.monotonic() + seconds
@@ -54,12 +60,17 @@ def patiently(passing: Callable[[BaseException], bool], stopping: Callable[[], b
 
     def give_up(state: RetryCallState) -> Any:
         error = state.outcome.exception() if state.outcome else None
-        raise Hold(f"the worker stops while it waits: {error}") from error
+        if error is not None and not stopping():
+            raise error
+        raise Hold(f"it is to stop while it waits: {error}") from error
+
+    def enough(state: RetryCallState) -> bool:
+        return stopping() or (state.seconds_since_start or 0.0) >= patience_s
 
     return Retrying(
         retry=retry_if_exception(passing),
         wait=wait_random_exponential(multiplier=0.2, max=MAX_BACK_OFF_S),
-        stop=lambda state: stopping(),
+        stop=enough,
         sleep=rest,
         before_sleep=say,
         retry_error_callback=give_up,

@@ -22,6 +22,7 @@ from tasks.settings import PREFIX, Settings
 from tests.conftest import Database
 from worker.decode_image import decode
 from worker.errors import ErrorCode
+from worker.messages import TEXT_REPLACED
 from worker.messages import decode as decode_message
 from worker.model.preprocess import OFF_LANGUAGE, TEXT_CUT
 from worker.moderator import SHIPPED_POLICIES
@@ -38,8 +39,7 @@ HOSTS = (
     ("registry", r"\.npm"),
     ("/sim", "ple/"),
 )
-#: `tasks.settling` loads torch for its name alone.
-TEXT_REPLACED, FIRST_FRAME = "text_replaced", "first_frame"
+FIRST_FRAME = "first_frame"
 
 
 def ours(*suffixes: str) -> list[Path]:
@@ -127,7 +127,6 @@ def test_every_flag_status_label_and_policy_is_explained() -> None:
     words |= {"entailment", "contradiction", "neutral", *SHIPPED_POLICIES}
     assert [word for word in sorted(words) if f"| `{word}` |" not in paper] == []
     assert FIRST_FRAME in Path(decode.__code__.co_filename).read_text()
-    assert f'TEXT_REPLACED = "{TEXT_REPLACED}"' in read("tasks/settling.py")
 
 
 def test_the_readmes_tree_has_a_line_for_every_module_and_none_for_what_is_gone() -> None:

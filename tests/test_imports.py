@@ -137,7 +137,16 @@ RULES: dict[str, set[str]] = {
     },
     "tasks.moderate": {"torch", "celery", "sqlalchemy", "db", "tasks", "worker"},
     "tasks.console": {"rich"},
-    "tasks.dead": {"typer", "rich", "sqlalchemy", "db", "tasks.console", "tasks.submit", "worker.errors"},
+    "tasks.dead": {
+        "typer",
+        "rich",
+        "sqlalchemy",
+        "db",
+        "tasks.console",
+        "tasks.submit",
+        "worker.errors",
+        "worker.messages",
+    },
     "tasks.cli": {"typer", "rich", "kombu", "sqlalchemy", "db", "tasks", "worker.errors", "worker.weights", "infra"},
     "infra.local": {"psutil", "psycopg", "redis", "boto3", "botocore", "infra.local", "worker.errors"},
 }

@@ -118,16 +118,15 @@ class Deliveries:
             self.held_pairs += batch.weight
         self.closed = False
         self.wake_entry: Any = None
-        self.timers = [
-            consumer.timer.call_repeatedly(TOUCH_EVERY_S, self.touch),
-        ]
+        self.touch_entry = consumer.timer.call_repeatedly(TOUCH_EVERY_S, self.touch)
 
     def close(self) -> None:
         """The connection is gone: what is buffered will be delivered again; what runs is acknowledged on the next."""
         self.closed = True
         self.lanes.clear()
-        for entry in [*self.timers, *filter(None, [self.wake_entry])]:
-            entry.cancel()
+        self.touch_entry.cancel()
+        if self.wake_entry is not None:
+            self.wake_entry.cancel()
 
     # -- in -------------------------------------------------------------------------------------------------------
 

@@ -36,6 +36,8 @@ MAX_ATTRIBUTE_DEPTH = 20
 #: Values that a pair may hold with all its attributes: ten megabytes of empty lists are millions, and minutes of work.
 MAX_PAIR_VALUES = 10_000
 REPLACEMENT = "\ufffd"
+#: Flag of the verdict of a pair in whose strings NUL or lone surrogates were replaced.
+TEXT_REPLACED = "text_replaced"
 
 #: Characters of a source or of a policy's name.
 MAX_NAME_CHARS = 200

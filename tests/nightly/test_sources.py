@@ -3,6 +3,7 @@
 import gzip
 import io
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -162,6 +163,40 @@ def test_a_source_that_does_not_answer_is_waited_for(shop: Shop, monkeypatch: py
 
     monkeypatch.setattr(SqlSource, "page", away_twice)
     assert shop.night(shop.catalog(patience_s=60)).judged == 3
+
+
+def test_a_planner_that_is_stopped_while_the_source_is_away_leaves_the_night_to_the_next(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from db.catalog_source import SourceAway, SqlSource
+
+    shop.fill(3)
+    stop = threading.Event()
+
+    def away(self: SqlSource, *_: Any) -> Any:
+        stop.set()
+        raise SourceAway("no answer")
+
+    catalog = shop.catalog(patience_s=60)
+    night = shop.begin(catalog)
+    with monkeypatch.context() as patched:
+        patched.setattr(SqlSource, "page", away)
+        assert shop.drive(catalog, night, stop.is_set).state == "planning"
+    assert shop.drive_to_end(night).judged == 3
+
+
+def test_a_source_that_stays_away_longer_than_the_catalogs_patience_fails_the_night(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from db.catalog_source import SourceAway, SqlSource
+
+    def away(self: SqlSource, *_: Any) -> Any:
+        raise SourceAway("no answer")
+
+    monkeypatch.setattr(SqlSource, "page", away)
+    catalog = shop.catalog(patience_s=0)
+    failed = shop.drive(catalog, shop.begin(catalog))
+    assert (failed.state, failed.summary) == ("failed", {"error": "no answer"})
 
 
 def test_the_shipped_table_is_read_by_its_source(shop: Shop) -> None:
