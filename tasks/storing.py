@@ -62,7 +62,7 @@ def patiently(
         error = state.outcome.exception() if state.outcome else None
         if error is not None and not stopping():
             raise error
-        raise Hold(f"it is to stop while it waits: {error}") from error
+        raise Hold(f"the process stops while it waits: {error}") from error
 
     def enough(state: RetryCallState) -> bool:
         return stopping() or (state.seconds_since_start or 0.0) >= patience_s

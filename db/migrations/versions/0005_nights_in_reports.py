@@ -1,7 +1,7 @@
-"""Nights in the views run_summary and run_changes; and an index of `verdict` goes that 0003 made another in place of.
+"""The views of runs, which need what 0004 has of nights; an index of `verdict` goes that 0003 made another in place of.
 
-Safety: needs `verdict` and the two views alone for a moment, and gives up after 5 seconds if somebody reads them for
-longer: that is why it is not a part of 0003, whose work would be lost. The code of the version before runs on it.
+Safety: needs `verdict` alone for a moment, and gives up after 5 seconds if somebody reads it for longer: that is why it
+is not a part of 0003, whose work would be lost. The code of the version before runs on it.
 """
 
 from pathlib import Path

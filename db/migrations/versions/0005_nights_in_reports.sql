@@ -1,4 +1,4 @@
--- Nights in the reports: what a night found gone, and what it did not need to judge.
+-- Runs in the reports: files and nights, what a night found gone, and what it did not need to judge.
 
 select set_config('search_path', quote_ident(current_schema()) || ', pg_temp', true);
 
@@ -31,7 +31,7 @@ $$;
 -- reader: the catalog team
 -- grain: one row a run
 
-create or replace view report.run_summary as
+create view report.run_summary as
 select r.id as run_id, r.kind, r.source, r.name, r.lane, r.state, r.submitted_at, r.finished_at,
        r.planned, r.judged, r.rejected, r.failed,
        c.entailment, c.contradiction, c.neutral, c.mismatches, c.accept, c.review, c.reject,
@@ -89,7 +89,7 @@ comment on column report.run_summary.skipped is 'Nightly: lines or rows of the s
 -- ref that a nightly run does not have is not gone: that is said of an item that the run no longer found in its catalog, and
 -- of a pair that the last submitted file of the same name had.
 
-create or replace view report.run_changes as
+create view report.run_changes as
 select r.id as run_id, r.kind, r.name, r.submitted_at, v.source, v.ref, v.policy,
        case when v.status <> 'judged' then 'not_judged'
             when b.submitted_at is null then 'first_seen'
@@ -170,3 +170,5 @@ comment on column report.run_changes.image is 'S3 address of the picture.';
 comment on column report.run_changes.text is 'The claim.';
 comment on column report.run_changes.attributes is 'What the producer sent along: category, seller ...';
 comment on column report.run_changes.error_code is 'Why it was not judged this time.';
+
+grant select on report.run_summary, report.run_changes to concord_reader, concord_worker;
