@@ -34,18 +34,18 @@ def leave_at_the_second_signal() -> None:
 
     Threads cannot be ended, and Celery would wait for them for as long as the model takes. Nothing is lost: what is
     in hand is not acknowledged, and comes back after visibility_timeout. Called on the main thread, after Celery has
-    set its own handlers.
+    set its own handlers. Ctrl-C gets Celery's handler of SIGTERM: that of Ctrl-C puts another in its own place, which a
+    second Ctrl-C would meet before ours stands again, and which fails with threads.
     """
+    handler = partial(on_signal, signal.getsignal(signal.SIGTERM))
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT):
-        signal.signal(number, partial(on_signal, signal.getsignal(number)))
+        signal.signal(number, handler)
 
 
 def on_signal(celerys: Any, number: int, frame: Any) -> None:
     if number == signal.SIGQUIT or is_stopping():
         leave_at_once(number)
     celerys(number, frame)
-    # Celery's handler of Ctrl-C has put another in its place.
-    signal.signal(number, partial(on_signal, celerys))
 
 
 def leave_at_once(number: int) -> NoReturn:

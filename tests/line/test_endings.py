@@ -5,17 +5,24 @@ import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 from uuid import UUID
 
 import pytest
 import redis
+from celery.apps.worker import (
+    install_worker_int_handler,
+    install_worker_term_handler,
+    install_worker_term_hard_handler,
+)
+from celery.worker import state as worker_state
 from PIL import Image
 
 from tasks.submit import Pair, submit
 from tests.line.broken_worker import CRASHES, EXIT_STATUS, EXITS, HANGS, LOSES, STALLS, broken, waits_for
 from tests.line.site import Site, eventually
 from tests.line.test_line import PICTURE
-from worker.endings import EXIT_DEVICE_LOST, EXIT_HUNG
+from worker.endings import EXIT_DEVICE_LOST, EXIT_HUNG, leave_at_the_second_signal
 
 #: Of its batch, of its message judged alone, and three times over the pair alone.
 DEATHS = 5
@@ -218,6 +225,24 @@ def test_whoever_will_not_wait_is_obeyed_and_nothing_is_lost(
     site.time_passes()
     with site.worker():
         assert_judged(site, ids)
+
+
+def test_the_first_signal_leaves_no_other_handler_for_the_second_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        for install in (install_worker_term_handler, install_worker_int_handler, install_worker_term_hard_handler):
+            install(Mock(hostname="a worker"))
+        leave_at_the_second_signal()
+        ours = [signal.getsignal(number) for number in numbers]
+        for number in (signal.SIGTERM, signal.SIGINT):
+            monkeypatch.setattr(worker_state, "should_stop", None)
+            signal.raise_signal(number)
+            assert worker_state.should_stop == 0
+            assert [signal.getsignal(number) for number in numbers] == ours
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 @pytest.mark.timeout(180)
