@@ -3,7 +3,7 @@
 # make lint   ruff and mypy alone
 # make slow   the tests that take minutes or gigabytes
 # make chaos  kills, freezes and slows every part while 20,000 pairs go through: ten minutes of an idle machine
-# make bench  what each precision costs and buys, measured anew into docs/benchmarks: ten minutes of an idle machine
+# make bench  the speed of every part, and what each precision costs, into docs/benchmarks: half an hour of an idle machine
 # make soak   half an hour at full load, and whether anything grows, into docs/benchmarks; MINUTES=5 for less
 # make clean  stop the local servers; delete them, their data and the virtual environment
 #
@@ -34,6 +34,7 @@ chaos: venv
 
 bench: venv
 	@$(BIN)/python -m infra.bench.precision --out docs/benchmarks
+	@$(BIN)/concord bench all --out docs/benchmarks
 
 soak: venv
 	@$(BIN)/python -m infra.bench.soak --minutes $(MINUTES) --out docs/benchmarks

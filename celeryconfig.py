@@ -29,7 +29,7 @@ result_expires = 86_400
 worker_pool = "threads"
 worker_concurrency = _settings.max_inflight + 2
 worker_consumer = "worker.consumer:Consumer"
-# The gate on PAIRS in worker.batching is the limit; messages are of very different sizes.
+# The room for PAIRS of each lane (worker.lanes) is the limit; messages are of very different sizes.
 worker_prefetch_multiplier = 1_000
 worker_enable_prefetch_count_reduction = False
 
@@ -41,7 +41,8 @@ broker_transport_options = {
     "unacked_restore_interval": 5,
     "unacked_restore_throttle": 1,
     "unacked_mutex_expire": 10,
-    "queue_order_strategy": "priority",
+    # Redis pops the first lane that has a message, of those that are open.
+    "queue_order_strategy": "worker.popping:OpenLanes",
     "socket_keepalive": True,
     # A Redis that accepts connections and never answers (a machine that froze) counts as away: a producer, whose pairs
     # are accepted by Postgres, does not stand still. Nothing waits longer in Redis than BRPOP, which ends every second.

@@ -1,6 +1,6 @@
 """Measured batches: one row each, written in the transaction that settles it, for the views throughput and latency."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 
 from sqlalchemy import Connection, text
 
@@ -26,9 +26,9 @@ class BatchRow:
 
 
 NAMES = [field.name for field in fields(BatchRow)]
-RECORD = f"insert into batch ({', '.join(NAMES)}) values ({', '.join(f':{name}' for name in NAMES)})"
+RECORD = text(f"insert into batch ({', '.join(NAMES)}) values ({', '.join(f':{name}' for name in NAMES)})")
 
 
 def record(connection: Connection, row: BatchRow) -> None:
     """Write it inside the caller's transaction; `settled_at` is the transaction's time."""
-    connection.execute(text(RECORD), asdict(row))
+    connection.execute(RECORD, vars(row))

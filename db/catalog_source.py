@@ -4,7 +4,9 @@ import contextlib
 import os
 import re
 import socket
+from collections.abc import Generator
 from dataclasses import dataclass
+from functools import cached_property
 from threading import Timer
 from typing import Any
 
@@ -16,6 +18,22 @@ CONNECT_TIMEOUT_S = 10
 #: A server that keeps to the statement's time has answered by then; one that is frozen never does.
 ANSWER_LIMIT_S = 30.0
 REQUIRED = ("ref", "image", "text")
+#: Columns that an item has beside them, where the query yields them; no others are read.
+OPTIONAL = ("premise", "policy", "attributes")
+#: Of a row that is read, in all its columns: far more than a pair may hold, and as long as a line of a manifest.
+MAX_ROW_BYTES = 4_000_000
+#: A page ends early once its rows hold so much.
+PAGE_BYTES = 16_000_000
+#: Of a ref that is read: as many characters as a pair's may have, in any alphabet.
+MAX_REF_BYTES = 4_000
+#: SQLSTATEs, by their first two digits, of a server that is away or will do the same in a while: of a standby, too,
+#: that had to end a query for the sake of its replay.
+PASSING = ("", "08", "40", "53", "55", "57", "58")
+#: A server that answers, and refuses the login: libpq has no SQLSTATE of it, only words. In another language than these
+#: it is waited for like one that is away.
+LOGIN_REFUSED = re.compile(
+    r"authentication failed|no password supplied|does not exist|no pg_hba\.conf entry|permission denied|not permitted"
+)
 #: A URL of which libpq takes the same for the password as its writer: else it would name a part of it as the host.
 PLAIN_URL = re.compile(r"postgres(ql)?://([^@/?#]*@)?[^@]*")
 
@@ -30,9 +48,11 @@ class SourceBroken(Exception):
 
 @dataclass(frozen=True)
 class SqlPage:
-    """Rows as (ref, the whole row as JSON); `repeats` more have the last page's last ref, and are not among them."""
+    """Rows as (ref, the item as JSON, or None where it is too wide); `repeats` more have the last page's last ref, and
+    are not among them.
+    """
 
-    rows: list[tuple[str, dict[str, Any]]]
+    rows: list[tuple[str, dict[str, Any] | None]]
     repeats: int
     is_last: bool
 
@@ -47,16 +67,23 @@ class SqlSource:
     source: str = ""
     timeout_s: int = 60
 
-    def check(self) -> None:
-        """See that the query runs and yields what is needed. Raises SourceAway and SourceBroken."""
+    @cached_property
+    def columns(self) -> list[str]:
+        """Those of the query that an item has. Raises SourceAway and SourceBroken."""
         statement = sql.SQL("select * from {} q limit 0").format(self._rows())
         with Reading(self) as connection:
             names = [column.name for column in run(connection, statement).description or ()]
         if missing := [name for name in REQUIRED if name not in names]:
             raise SourceBroken(f"the query yields no column {', '.join(missing)}; it yields {', '.join(names)}")
+        return [*REQUIRED, *(name for name in OPTIONAL if name in names)]
+
+    def check(self) -> None:
+        """See that the query runs and yields what is needed. Raises SourceAway and SourceBroken."""
+        _ = self.columns
 
     def page(self, after: str | None, seen: int, limit: int) -> SqlPage:
-        """Up to `limit` rows after the `seen` ones whose ref is `after`, in the order that the ref's type has.
+        """Up to `limit` rows after the `seen` ones whose ref is `after`, in the order that the ref's type has; fewer
+        where they are wide, so that no more than PAGE_BYTES and one row are held.
 
         Raises SourceAway and SourceBroken.
         """
@@ -66,24 +93,46 @@ class SqlSource:
         else:
             # The last ref is asked for again: rows that share it may stand on both sides of a page's end.
             repeats, compared = 0, "and q.ref >= {}"
-        # The whole row becomes JSON only after the limit.
+        # A row becomes JSON only after the limit, and one by one as they are read; lengths are known without reading.
         statement = sql.SQL(
-            """select p.ref::text, to_jsonb(p) from (
-                 select * from {} q where q.ref is not null {} order by q.ref limit {}) p order by p.ref"""
+            """select p.ref::text, {octets}, case when {octets} <= {most} then to_jsonb(p) end from (
+                 select {columns} from {rows} q where octet_length(q.ref::text) <= {longest} {compared}
+                 order by q.ref limit {limit}) p order by p.ref"""
         ).format(
-            self._rows(),
-            sql.SQL("") if after is None else sql.SQL(compared).format(sql.Literal(after)),
-            sql.Literal(limit + seen),
+            octets=sql.SQL(" + ").join(
+                sql.SQL("coalesce(octet_length(p.{}::text), 0)").format(sql.Identifier(name)) for name in self.columns
+            ),
+            columns=sql.SQL(", ").join(sql.SQL("q.{}").format(sql.Identifier(name)) for name in self.columns),
+            rows=self._rows(),
+            most=sql.Literal(MAX_ROW_BYTES),
+            longest=sql.Literal(MAX_REF_BYTES),
+            compared=sql.SQL("") if after is None else sql.SQL(compared).format(sql.Literal(after)),
+            limit=sql.Literal(limit + seen),
         )
-        with Reading(self) as connection:
-            rows = run(connection, statement).fetchall()
-        same = sum(1 for ref, _ in rows if ref == after)
-        found = [(ref, row) for ref, row in rows if ref != after]
-        return SqlPage(found, max(0, repeats + same - seen), is_last=len(rows) < limit + seen)
+        found: list[tuple[str, dict[str, Any] | None]] = []
+        same, held = 0, 0
+        with Reading(self) as connection, contextlib.closing(stream(connection, statement)) as rows:
+            for ref, octets, row in rows:
+                if ref == after:
+                    same += 1
+                    continue
+                found.append((ref, row))
+                held += 0 if row is None else octets
+                if held > PAGE_BYTES:
+                    break
+        is_last = held <= PAGE_BYTES and len(found) + same < limit + seen
+        return SqlPage(found, max(0, repeats + same - seen), is_last)
 
-    def nameless(self) -> int:
-        """How many rows have no ref. Raises SourceAway and SourceBroken."""
-        return self._count("q.ref is null")
+    def nameless(self) -> tuple[int, int]:
+        """How many rows have no ref, and how many one that is longer than MAX_REF_BYTES. Raises SourceAway and
+        SourceBroken.
+        """
+        statement = sql.SQL(
+            "select count(*) filter (where ref is null), count(*) filter (where octet_length(ref::text) > {}) from {} q"
+        ).format(sql.Literal(MAX_REF_BYTES), self._rows())
+        with Reading(self) as connection:
+            none, long = run(connection, statement).fetchone() or (0, 0)
+        return int(none), int(long)
 
     def _count(self, condition: str, *values: str) -> int:
         where = sql.SQL(condition).format(*map(sql.Literal, values))
@@ -113,9 +162,12 @@ class Reading:
         if "://" in dsn and not PLAIN_URL.fullmatch(dsn):
             raise SourceBroken("the DSN cannot be read: in a URL, @ / ? # of a password are %40 %2F %3F %23")
         try:
-            connection = psycopg.connect(dsn, connect_timeout=CONNECT_TIMEOUT_S, application_name="concord nightly")
+            connection = psycopg.connect(
+                dsn, connect_timeout=CONNECT_TIMEOUT_S, application_name="concord nightly", client_encoding="utf8"
+            )
         except psycopg.OperationalError as error:
-            raise SourceAway(first_line(error, dsn)) from None
+            kind = SourceBroken if LOGIN_REFUSED.search(str(error)) else SourceAway
+            raise kind(first_line(error, dsn)) from None
         except (psycopg.Error, ValueError) as error:
             raise SourceBroken(f"the DSN cannot be read: {type(error).__name__}") from None
         self.connection = connection
@@ -140,7 +192,7 @@ class Reading:
         state = error.sqlstate or ""
         if state == "57014":
             raise SourceBroken(f"a page took over {self.source.timeout_s} s: is there an index on ref?") from None
-        if isinstance(error, psycopg.OperationalError) and state[:2] in ("", "08", "53", "57"):
+        if isinstance(error, psycopg.OperationalError) and state[:2] in PASSING:
             raise SourceAway(first_line(error, self.source.dsn)) from None
         raise SourceBroken(first_line(error, self.source.dsn)) from None
 
@@ -154,6 +206,11 @@ def hang_up(connection: psycopg.Connection[TupleRow]) -> None:
 def run(connection: psycopg.Connection[TupleRow], statement: sql.Composed) -> psycopg.Cursor[TupleRow]:
     """Run what is one statement and no more: text that is prepared cannot end one and begin another."""
     return connection.execute(statement, prepare=True)
+
+
+def stream(connection: psycopg.Connection[TupleRow], statement: sql.Composed) -> Generator[TupleRow, None, None]:
+    """The same, row by row, so that one at a time is held; whoever stops before the end cancels the rest."""
+    yield from connection.cursor().stream(statement)
 
 
 def first_line(error: Exception, dsn: str) -> str:

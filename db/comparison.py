@@ -14,7 +14,7 @@ EXAMPLES = 20
 #: Words mean what they do in `report.run_changes` and `report.verdicts`: changes are of the label, a mismatch is the
 #: label that the item's policy watches for. `flagged` is drawn anew from the stored probabilities, by the thresholds in
 #: force now. Every item of tonight is in exactly one of first, newly_contradicting, newly_agreeing, newly_undecided,
-#: unchanged and without_verdict.
+#: unchanged and without_verdict. Without a sample its share may be anything, from 0 to 1.
 COMPARE = """
 with in_force as (
     select distinct on (name) *, case polarity when 'should_hold' then 'contradiction' else 'entailment' end as watched
@@ -27,7 +27,8 @@ item as (
            label is not null
                and decide(polarity, review_at, reject_at, p_entailment, p_contradiction, flags) <> 'accept' as flagged
     from catalog_state left join in_force on in_force.name = catalog_state.policy
-    where source = :source and (seen_in = :run_id or gone_in = :run_id))
+    where source = :source and (seen_in = :run_id or gone_in = :run_id)),
+summed as (
 select value,
     count(*) filter (where not gone) as items,
     count(*) filter (where not gone and mismatch) as mismatches,
@@ -44,8 +45,10 @@ select value,
     count(*) filter (where judged and planned_as = 'sample') as sample,
     count(*) filter (where judged and planned_as = 'sample' and mismatch) as sample_mismatches,
     count(*) filter (where judged and planned_as = 'sample' and label_before <> label) as sample_changed
-from item group by value
-order by newly_contradicting desc, first_mismatches desc, items desc, value limit :groups
+from item group by value)
+select *, coalesce(report.wilson_low(sample_mismatches, sample), 0) as sample_low,
+       coalesce(report.wilson_high(sample_mismatches, sample), 1) as sample_high
+from summed order by newly_contradicting desc, first_mismatches desc, items desc, value limit :groups
 """
 
 

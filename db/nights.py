@@ -152,11 +152,11 @@ def messages_ahead(connection: Connection, run_id: UUID) -> int:
     return int(connection.execute(statement, {"id": run_id}).scalar_one())
 
 
-def finish(connection: Connection, run_id: UUID, summary: Mapping[str, Any]) -> None:
-    """The night is done."""
-    statement = """update run set state = 'done', summary = cast(:summary as jsonb), finished_at = now()
+def finish(connection: Connection, run_id: UUID, summary: Mapping[str, Any], at: datetime) -> None:
+    """The night is done, since `at`."""
+    statement = """update run set state = 'done', summary = cast(:summary as jsonb), finished_at = :at
         where id = :id and state = 'finishing'"""
-    connection.execute(text(statement), {"id": run_id, "summary": json.dumps(summary)})
+    connection.execute(text(statement), {"id": run_id, "summary": json.dumps(summary), "at": at})
 
 
 def fail(connection: Connection, run_id: UUID, error: str) -> None:

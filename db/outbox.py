@@ -9,21 +9,21 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 from uuid import UUID
 
-from sqlalchemy import Connection, delete, func, text, tuple_
+from sqlalchemy import Connection, text
 from sqlalchemy.dialects.postgresql import insert
 
-from db.tables import OUTBOX, REJECTED_MESSAGE
+from db.tables import REJECTED_MESSAGE
 
 LANES = ("live", "bulk")
 #: A holder that does not renew its lease for this long has lost it, by the database's clock.
 LEASE_S = 15
 #: A message is looked for in Redis only when it was published longer ago than this.
 SETTLED_FOR_S = 20
-#: A statement takes 65,535 parameters, and a row has some 17.
-ROWS_PER_INSERT = 1_000
 #: Bytes of a body that are kept of a rejected message.
 MAX_REJECTED_BODY_BYTES = 1_000_000
 
@@ -78,6 +78,16 @@ class Rejected:
         return hashlib.sha256(b"\0".join([*(word.encode() for word in words), self.body])).digest()
 
 
+#: One prepared statement that the driver sends for many rows in one go, without waiting between them.
+ADD = text("""
+insert into outbox (message_id, lane, body, attempts, published_at, publishes, expires_at, wants_result, task_id,
+                    not_before, last_error, run_id)
+values (:message_id, :lane, :body, :attempts, case when :published then now() end, cast(:published as int), :expires_at,
+        :wants_result, :task_id, now() + make_interval(secs => :delay_s), :last_error, :run_id)
+on conflict do nothing
+""")
+
+
 def add(connection: Connection, rows: Iterable[OutboxRow], *, published: bool = False) -> int:
     """Accept messages inside the caller's transaction; those already there are left alone. Returns how many are new."""
     values = [
@@ -86,29 +96,28 @@ def add(connection: Connection, rows: Iterable[OutboxRow], *, published: bool = 
             "lane": row.lane,
             "body": json.dumps(row.body).encode(),
             "attempts": row.attempts,
-            "published_at": func.now() if published else None,
-            "publishes": int(published),
+            "published": published,
             "expires_at": row.expires_at,
             "wants_result": row.wants_result,
             "task_id": row.task_id,
-            "not_before": func.now() + func.make_interval(0, 0, 0, 0, 0, 0, row.delay_s),
+            "delay_s": row.delay_s,
             "last_error": row.last_error,
             "run_id": row.run_id,
         }
         for row in rows
     ]
-    new = 0
-    for start in range(0, len(values), ROWS_PER_INSERT):
-        chunk = values[start : start + ROWS_PER_INSERT]
-        statement = insert(OUTBOX).values(chunk).on_conflict_do_nothing().returning(OUTBOX.c.message_id)
-        new += len(connection.execute(statement).all())
-    return new
+    return connection.execute(ADD, values).rowcount if values else 0
+
+
+#: By the primary key and in its order; a statement for each number of attempts, of which a batch nearly always has one.
+FORGET = text("delete from outbox where message_id = any(:message_ids) and attempts = :attempts")
 
 
 def forget(connection: Connection, deliveries: Iterable[tuple[UUID, int]]) -> None:
     """Delete the rows of messages whose verdicts are in."""
-    if keys := sorted(set(deliveries)):
-        connection.execute(delete(OUTBOX).where(tuple_(OUTBOX.c.message_id, OUTBOX.c.attempts).in_(keys)))
+    keys = sorted({(attempts, message_id) for message_id, attempts in deliveries})
+    for attempts, group in groupby(keys, key=itemgetter(0)):
+        connection.execute(FORGET, {"message_ids": [message_id for _, message_id in group], "attempts": attempts})
 
 
 #: Rewrites the row of the attempt before, or makes one for a message that came without (a bare send_task). Each attempt
@@ -216,14 +225,15 @@ def readable(connection: Connection, rows: Iterable[Any]) -> list[OutboxRow]:
             found.append(row_of(row))
         except (ValueError, RecursionError) as error:
             unread = OutboxRow(row.message_id, row.lane, {}, row.attempts)
-            refuse(connection, unread, f"the outbox holds no readable message: {error}"[:300], bytes(row.body))
+            refuse(connection, unread, f"the outbox holds no readable message: {error}"[:300])
     return found
 
 
-def refuse(connection: Connection, row: OutboxRow, why: str, body: bytes = b"") -> None:
-    """Record a message that can never be delivered, and delete its row."""
-    raw = body or json.dumps(row.body).encode()
-    record_rejected(connection, [Rejected(row.lane, "invalid_message", why, raw, row.message_id)])
+def refuse(connection: Connection, row: OutboxRow, why: str) -> None:
+    """Record a message that can never be delivered, with its body as it stands, and delete its row."""
+    body = text("select body from outbox where message_id = :message_id")
+    raw = connection.execute(body, {"message_id": row.message_id}).scalar() or b""
+    record_rejected(connection, [Rejected(row.lane, "invalid_message", why, bytes(raw), row.message_id)])
     forget(connection, [(row.message_id, row.attempts)])
 
 

@@ -3,15 +3,28 @@
 import json
 from collections.abc import Mapping
 from datetime import datetime
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from sqlalchemy import Connection, text
 
+
+def concord_version() -> str | None:
+    """The version of Concord that runs here; None where it runs without having been installed."""
+    try:
+        return version("concord")
+    except PackageNotFoundError:
+        return None
+
+
 REGISTER = """
-insert into model_version as m (name, revision, recipe, weights_sha256, prompt, image_px, answers)
-values (:name, :revision, :recipe, :weights_sha256, :prompt, :image_px, cast(:answers as jsonb))
+insert into model_version as m (name, revision, recipe, weights_sha256, prompt, image_px, answers, concord_version,
+                                torch_version)
+values (:name, :revision, :recipe, :weights_sha256, :prompt, :image_px, cast(:answers as jsonb), :concord_version,
+        :torch_version)
 on conflict (name, revision, recipe, weights_sha256, prompt, image_px)
-do update set last_started_at = now(), answers = excluded.answers
+do update set last_started_at = now(), answers = excluded.answers, concord_version = excluded.concord_version,
+              torch_version = excluded.torch_version
 returning id
 """
 
@@ -26,8 +39,10 @@ def register_model(
     prompt: str,
     image_px: int,
     answers: Mapping[str, str],
+    concord_version: str | None = None,
+    torch_version: str | None = None,
 ) -> int:
-    """The id of this model version; written when a worker starts with it."""
+    """The id of this model version; written when a worker starts with it, together with that worker's versions."""
     parameters = {
         "name": name,
         "revision": revision,
@@ -36,6 +51,8 @@ def register_model(
         "prompt": prompt,
         "image_px": image_px,
         "answers": json.dumps(dict(answers)),
+        "concord_version": concord_version,
+        "torch_version": torch_version,
     }
     return int(connection.execute(text(REGISTER), parameters).scalar_one())
 

@@ -278,3 +278,71 @@ class Latency:
     end_to_end_p50_s: float | None
     end_to_end_p95_s: float | None
     end_to_end_p99_s: float | None
+
+
+@dataclass(frozen=True)
+class Runs:
+    run_id: UUID
+    kind: str
+    source: str
+    name: str
+    lane: str
+    state: str
+    submitted_at: datetime
+    finished_at: datetime | None
+    planned: int
+    judged: int
+    rejected: int
+    failed: int
+    flagged: int
+    reused: int
+    skipped: int
+    options: Mapping[str, Any]
+    summary: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Models:
+    model_version_id: int
+    model: str
+    revision: str
+    recipe: str
+    weights_sha256: str
+    prompt: str
+    image_px: int
+    concord_version: str | None
+    torch_version: str | None
+    first_started_at: datetime
+    last_started_at: datetime
+
+
+@dataclass(frozen=True)
+class Policies:
+    policy: str
+    policy_version: int
+    polarity: str
+    review_at: float | None
+    reject_at: float | None
+    note: str
+    created_at: datetime
+    in_force: bool
+
+
+@dataclass(frozen=True)
+class Batches:
+    settled_at: datetime
+    batch_id: UUID
+    worker: str
+    lane: str
+    model_version_id: int | None
+    messages: int
+    pairs: int
+    judged: int
+    reused: int
+    queue_s: float
+    fetch_s: float
+    model_s: float
+    write_s: float
+    tokens: int
+    padded_tokens: int
+    pictures: int

@@ -42,6 +42,10 @@ REPORTS: Mapping[str, Report] = {
     "defect_rate": Report(rows.DefectRate, ("day",), "day, source, policy, attribute, mismatches desc, value"),
     "model_comparison": Report(rows.ModelComparison, ("new_submitted_at", "old_submitted_at"), "moved desc, ref"),
     "score_histogram": Report(rows.ScoreHistogram, ("day",), "day, source, policy, model_version_id, from_score"),
+    "runs": Report(rows.Runs, ("submitted_at",), "submitted_at desc"),
+    "models": Report(rows.Models, (), "model_version_id"),
+    "policies": Report(rows.Policies, (), "policy, policy_version"),
+    "batches": Report(rows.Batches, ("settled_at",), "settled_at"),
     "verdicts": Report(rows.Verdicts, ("submitted_at",), "submitted_at, pair_id"),
 }
 

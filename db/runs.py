@@ -1,5 +1,7 @@
 """Runs: one submitted file or one night's job. Its pairs share its submitted_at and take their ids from its id."""
 
+import json
+from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -47,7 +49,12 @@ def open_run(connection: Connection, run_id: UUID, *, name: str, lane: str, sour
     return Run(**row._mapping) if row else read(connection, run_id)
 
 
-PLAN = "update run set planned = planned + :pairs where id = :id and planned = :before and state = 'planning'"
+#: A run that was ended early, because its file could not be read on, is opened again when it can; a page that was made
+#: of it is made anew at its end.
+PLAN = """
+update run set planned = planned + :pairs, state = 'planning', finished_at = null, summary = null
+where id = :id and planned = :before
+"""
 
 
 def plan(connection: Connection, run_id: UUID, pairs: int, *, before: int) -> bool:
@@ -100,3 +107,37 @@ def labels(connection: Connection, run: Run) -> list[dict[str, Any]]:
     """How many judged pairs of a run have which policy, label and decision."""
     rows = connection.execute(text(LABELS), {"id": run.id, "submitted_at": run.submitted_at}).mappings()
     return [dict(row) for row in rows]
+
+
+WITHOUT_PAGE = f"""
+select {COLUMNS} from run
+where kind = 'submit' and state = 'done' and summary is null and finished_at > now() - interval '1 day'
+order by finished_at
+"""
+
+
+def without_page(connection: Connection) -> list[Run]:
+    """Files that were judged since a day and of which no page was noted, in the order of their ends."""
+    return [Run(**row._mapping) for row in connection.execute(text(WITHOUT_PAGE))]
+
+
+#: The labels are counted here once, for the pages of runs to come.
+NOTE_PAGE = """
+update run set summary = jsonb_build_object('page', cast(:page as jsonb), 'labels', cast(:labels as jsonb))
+where id = :id and planned = :planned and summary is null
+"""
+
+
+def note_page(connection: Connection, run: Run, page: Any) -> None:
+    """Note where the page of a file is, or why there is none; not where pairs came to the run meanwhile."""
+    labels = json.dumps(label_counts(connection, run))
+    parameters = {"id": run.id, "planned": run.planned, "page": json.dumps(page), "labels": labels}
+    connection.execute(text(NOTE_PAGE), parameters)
+
+
+def label_counts(connection: Connection, run: Run) -> dict[str, int]:
+    """How many judged pairs of a run have which label."""
+    counts: Counter[str] = Counter()
+    for row in labels(connection, run):
+        counts[row["label"]] += row["pairs"]
+    return dict(counts)

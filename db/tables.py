@@ -27,6 +27,8 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY, JSONB
 from sqlalchemy.schema import SchemaItem
 
+from db.originals import IS_ORIGINAL
+
 METADATA = MetaData()
 MOMENT = DateTime(timezone=True)
 
@@ -72,6 +74,7 @@ VERDICT = Table(
     Index("verdict_source_ref_time", "source", "ref", "submitted_at"),
     Index("verdict_failed", "decided_at", "submitted_at", "pair_id", postgresql_where=text("status = 'failed'")),
     Index("verdict_run_id", "run_id", postgresql_where=text("run_id is not null")),
+    Index("verdict_content_hash", "content_hash", "submitted_at", postgresql_where=text(IS_ORIGINAL)),
     postgresql_partition_by="RANGE (submitted_at)",
     comment="One row a pair: what was asked, what was answered, what was decided and by what it was made.",
 )
@@ -148,6 +151,7 @@ MODEL_VERSION = Table(
     Column("answers", JSONB, nullable=False),
     Column("first_started_at", MOMENT, nullable=False),
     Column("last_started_at", MOMENT, nullable=False),
+    *(Column(name, Text) for name in ("concord_version", "torch_version")),
     UniqueConstraint("name", "revision", "recipe", "weights_sha256", "prompt", "image_px"),
     comment="What a verdict was made by.",
 )

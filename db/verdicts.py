@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 from uuid import UUID
@@ -57,13 +57,14 @@ class Settlement:
     """All that one batch changes.
 
     `done` names the deliveries (message id, attempts) whose pairs are all in `verdicts`; `retries` are the messages
-    of the next attempt, for those that are not.
+    of the next attempt, for those that are not. `suspected`: tries of these may be counted in `suspect`.
     """
 
     verdicts: Sequence[Verdict] = ()
     done: Sequence[tuple[UUID, int]] = ()
     retries: Sequence[OutboxRow] = ()
     rejected: Sequence[Rejected] = ()
+    suspected: bool = False
 
 
 COLUMNS = {
@@ -102,30 +103,40 @@ COLUMNS = {
     "attempts": "int",
 }
 NAMES = ", ".join(COLUMNS)
-ROWS = f"jsonb_to_recordset(cast(:rows as jsonb)) as new ({', '.join(f'{n} {t}' for n, t in COLUMNS.items())})"
+ROWS = f"json_to_recordset(cast(:rows as json)) as new ({', '.join(f'{n} {t}' for n, t in COLUMNS.items())})"
+
+#: What really changed, as the statement before says.
+CHANGED = """
+select run_id, status, count(*) as rows, count(*) filter (where decision in ('review', 'reject')) as flagged
+from changed group by run_id, status
+"""
 
 #: A verdict stands once it is written ...
-INSERT = f"""
-insert into verdict ({NAMES}) select {NAMES} from {ROWS} order by submitted_at, pair_id
-on conflict (submitted_at, pair_id) do nothing
-returning submitted_at, pair_id, run_id, status, decision in ('review', 'reject') as flagged
-"""
+INSERT = text(f"""
+with changed as (
+    insert into verdict ({NAMES}) select {NAMES} from {ROWS} order by submitted_at, pair_id
+    on conflict (submitted_at, pair_id) do nothing
+    returning run_id, status, decision)
+{CHANGED}
+""")
 
 #: Flag of a failed row that waits for the verdict of a redrive, whose message the row then names.
 REDRIVEN = "redriven"
 
 #: ... but for `failed`, which gives way to a verdict made later; to another failure only if it is that of the row's own
 #: redrive, and then once, since that failure does not carry the flag. The pair stays in the run that counted it.
-REPLACE_FAILED = f"""
-update verdict set {", ".join(f"{name} = new.{name}" for name in COLUMNS if name != "run_id")}, decided_at = now()
-from {ROWS}
-where verdict.submitted_at = new.submitted_at and verdict.pair_id = new.pair_id and verdict.status = 'failed'
-  and (new.status <> 'failed' or (verdict.message_id = new.message_id and '{REDRIVEN}' = any (verdict.flags)))
-returning verdict.pair_id, verdict.run_id, verdict.status, verdict.decision in ('review', 'reject') as flagged
-"""
+REPLACE_FAILED = text(f"""
+with changed as (
+    update verdict set {", ".join(f"{name} = new.{name}" for name in COLUMNS if name != "run_id")}, decided_at = now()
+    from {ROWS}
+    where verdict.submitted_at = new.submitted_at and verdict.pair_id = new.pair_id and verdict.status = 'failed'
+      and (new.status <> 'failed' or (verdict.message_id = new.message_id and '{REDRIVEN}' = any (verdict.flags)))
+    returning verdict.run_id, verdict.status, verdict.decision)
+{CHANGED}
+""")
 
 #: A night is not done with its last pair: its planner goes on (db.nights).
-COUNT_INTO_RUN = """
+COUNT_INTO_RUN = text("""
 update run set
     judged = judged + :judged, rejected = rejected + :rejected, failed = failed + :failed, flagged = flagged + :flagged,
     state = case when state = 'running' and kind <> 'nightly'
@@ -135,7 +146,7 @@ update run set
                             and judged + rejected + failed + :judged + :rejected + :failed >= planned
                        then now() else finished_at end
 where id = :run_id
-"""
+""")
 
 
 def settle(connection: Connection, settlement: Settlement) -> int:
@@ -158,7 +169,7 @@ def count_into_runs(connection: Connection, changed: Mapping[UUID | None, Counte
     for run_id, count in sorted(changed.items(), key=str):
         if run_id is not None:
             counters = {name: count[name] for name in ("judged", "rejected", "failed", "flagged")}
-            connection.execute(text(COUNT_INTO_RUN), {"run_id": run_id, **counters})
+            connection.execute(COUNT_INTO_RUN, {"run_id": run_id, **counters})
 
 
 def write(connection: Connection, verdicts: Sequence[Verdict]) -> dict[UUID | None, Counter[str]]:
@@ -166,20 +177,27 @@ def write(connection: Connection, verdicts: Sequence[Verdict]) -> dict[UUID | No
     changed: dict[UUID | None, Counter[str]] = {}
     if not verdicts:
         return changed
-    inserted = set()
-    for row in connection.execute(text(INSERT), {"rows": as_json(verdicts)}):
-        inserted.add((row.submitted_at, row.pair_id))
-        changed.setdefault(row.run_id, Counter()).update({"rows": 1, row.status: 1, "flagged": int(bool(row.flagged))})
-    if there := [verdict for verdict in verdicts if (verdict.submitted_at, verdict.pair_id) not in inserted]:
-        for row in connection.execute(text(REPLACE_FAILED), {"rows": as_json(there)}):
-            count = changed.setdefault(row.run_id, Counter())
-            count.update({"rows": 1, row.status: 1, "flagged": int(bool(row.flagged))})
-            count["failed"] -= 1
+    rows = {"rows": as_json(verdicts)}
+    for found in connection.execute(INSERT, rows):
+        count_changed(changed, found)
+    if sum(count["rows"] for count in changed.values()) < len(verdicts):
+        for found in connection.execute(REPLACE_FAILED, rows):
+            count_changed(changed, found)["failed"] -= found.rows
     return changed
 
 
+def count_changed(changed: dict[UUID | None, Counter[str]], found: Any) -> Counter[str]:
+    """Add a row of CHANGED to its run's counts, which are returned."""
+    count = changed.setdefault(found.run_id, Counter())
+    count.update({"rows": found.rows, found.status: found.rows, "flagged": found.flagged})
+    return count
+
+
 def as_json(verdicts: Sequence[Verdict]) -> str:
-    """All rows as one parameter: no limit on their number, one plan for every size of batch."""
+    """All rows as one parameter: no limit on their number, one plan for every size of batch.
+
+    Nulls are left out: half of what a row could say is not said, and Postgres has less to read.
+    """
 
     def plain(value: object) -> object:
         if isinstance(value, bytes):
@@ -190,7 +208,8 @@ def as_json(verdicts: Sequence[Verdict]) -> str:
             return str(value)
         raise TypeError(f"{type(value).__name__} has no place in a verdict's row")
 
-    return json.dumps([asdict(verdict) for verdict in verdicts], default=plain, allow_nan=False)
+    rows = [{name: value for name, value in vars(row).items() if value is not None} for row in verdicts]
+    return json.dumps(rows, default=plain, allow_nan=False)
 
 
 #: Everything that explains a verdict to somebody who has only its id or the producer's name for it.

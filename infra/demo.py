@@ -109,10 +109,10 @@ def main() -> int:
 
 
 def point_settings_at(addresses: Addresses) -> None:
-    """The demo's own servers and model, whatever the environment says."""
+    """The demo's own servers and model, whatever the environment says; and it judges, however often it is run."""
     for name in [name for name in os.environ if name.startswith("CONCORD_")]:
         del os.environ[name]
-    os.environ.update(addresses.environment(), CONCORD_MODEL_DIR=str(WEIGHTS))
+    os.environ.update(addresses.environment(), CONCORD_MODEL_DIR=str(WEIGHTS), CONCORD_REUSE_DAYS="0")
 
 
 def upload(stack: Stack, addresses: Addresses) -> list[dict[str, Any]]:

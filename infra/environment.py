@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PIP = [str(VENV / "bin" / "python"), "-m", "pip", "--disable-pip-version-check"]
-EXTRAS = "worker,local,parquet,dev"
+EXTRAS = "worker,local,parquet,report,dev"
 
 #: The oldest Python and torch that Concord runs on, as in pyproject.toml.
 OLDEST_PYTHON = (3, 11)

@@ -55,7 +55,7 @@ class Catalog(BaseModel):
     model_version: int | None = None
     schedule: str | None = None
     time_zone: ZoneInfo = ZoneInfo("UTC")
-    compare_by: list[str] = ["category", "seller"]
+    compare_by: list[str] = Field(["category", "seller"], max_length=20)
     results: S3Address | None = None
     webhook: SecretStr | None = None
     command: Annotated[list[str], Field(min_length=1)] | None = None

@@ -3,29 +3,23 @@
 import json
 import logging
 import sys
-import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 from uuid import UUID
 
 import typer
 from kombu.exceptions import OperationalError as BrokerAway
-from rich.progress import Progress, TaskID
 from rich.table import Table
-from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
-from db import outbox, registry, runs, verdicts
+from db import outbox, registry, verdicts
 from db.engine import Trouble, is_outdated, trouble
-from db.runs import Run
-from tasks import nightly_cli, precision, reports
+from tasks import nightly_cli, precision, report, reports, submit_cli
 from tasks.console import err, out, plain, progress, verbatim
 from tasks.dead import dead_cli
-from tasks.high_water import HighWater
 from tasks.settings import settings
-from worker.errors import ConcordError, PairRejected, first_line
+from worker.errors import ConcordError, first_line
 
 cli = typer.Typer(
     no_args_is_help=True,
@@ -40,8 +34,10 @@ COMMANDS: tuple[Callable[..., None], ...] = (
     precision.quantize,
     precision.compare,
     precision.tune,
+    report.report,
     reports.sql,
     reports.erase,
+    submit_cli.submit,
 )
 for command in COMMANDS:
     cli.command()(command)
@@ -52,24 +48,17 @@ cli.add_typer(local_cli, name="local")
 cli.add_typer(nightly_cli.cli, name="nightly")
 cli.add_typer(weights_cli, name="weights")
 
-#: How often a waiting command looks at its run.
-WAIT_POLL_S = 0.5
-#: How often a file that waits for workers says so.
-WAITING_LINE_EVERY_S = 60.0
-#: Unreadable lines of a file that are printed one by one.
-SHOWN_LINES = 5
+#: Which extra of Concord's brings what a command may find missing; `worker` brings the rest.
+EXTRAS = {"psutil": "local", "pyarrow": "parquet", "jinja2": "report", "pygal": "report"}
 #: How long `status` waits for workers to answer.
 PING_S = 1.0
 
-PairsFile = Annotated[
-    Path, typer.Argument(metavar="PAIRS", exists=True, dir_okay=False, help="A .jsonl or .csv file: image, text, ...")
-]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")]
 
 
 @cli.command()
 def score(
-    pairs: PairsFile,
+    pairs: submit_cli.PairsPath,
     model: Annotated[Path | None, typer.Option(help="Checkpoint folder; without it the demo model judges.")] = None,
     exact: Annotated[bool, typer.Option(help="Decode every picture at full size, as the reference does.")] = False,
 ) -> None:
@@ -92,112 +81,6 @@ def score(
         for line in score_file(rows, pairs.parent, moderator, chosen):
             print(json.dumps(line, ensure_ascii=False))
             bar.advance(task)
-
-
-@cli.command()
-def submit(
-    pairs: PairsFile,
-    lane: Annotated[Literal["live", "bulk"], typer.Option(help="live is judged first.")] = "bulk",
-    source: Annotated[str, typer.Option(help="The tenant or catalog that the pairs belong to.")] = "default",
-    wait: Annotated[bool, typer.Option("--wait", help="Until every pair has its verdict.")] = False,
-    again: Annotated[bool, typer.Option("--again", help="Judge a file anew that was submitted before.")] = False,
-) -> None:
-    """Submit a file of pairs. The same command again goes on where the first stopped, and submits nothing twice.
-
-    While the outbox holds more messages than CONCORD_OUTBOX_HIGH_WATER it waits for workers. Exits 1 if a line was no
-    pair, if there was no pair at all or, with --wait, if one was rejected or failed.
-    """
-    from tasks.pairs_file import begin, noting, once, read_rows, submit_file
-    from tasks.submit import engine, high_water
-
-    unreadable: list[PairRejected] = []
-    database = engine()
-    run = begin(database, pairs, lane=lane, source=source, again=datetime.now(UTC).isoformat() if again else "")
-    already = run.planned
-    tide = high_water()
-    try:
-        with progress(err) as bar:
-            task = bar.add_task("submitting", total=None, completed=already)
-            rows = noting(once(read_rows(pairs)), unreadable)
-            for accepted in submit_file(database, run, rows, tide, waiting_shown(bar, task, tide)):
-                bar.advance(task, accepted)
-    except KeyboardInterrupt:
-        err.print(f"{read_run(database, run.id).planned:,} pairs are accepted so far; the same command goes on.")
-        raise typer.Exit(130) from None
-    run = read_run(database, run.id)
-    new = run.planned - already
-    err.print(f"run {run.id}: {new:,} pairs accepted" + (f", {already:,} were before" if already else ""))
-    if already and not new:
-        err.print("This file was submitted before; --again judges it anew.")
-    if not run.planned and not unreadable:
-        err.print(f"{pairs} holds no pairs.", markup=False)
-    for line in unreadable[:SHOWN_LINES]:
-        err.print(line.detail, markup=False)
-    if len(unreadable) > SHOWN_LINES:
-        err.print(f"... and {len(unreadable) - SHOWN_LINES:,} more lines that are no pairs")
-    if wait:
-        run = watch(database, run)
-        summarize(database, run)
-    raise typer.Exit(1 if unreadable or not run.planned or (wait and run.rejected + run.failed) else 0)
-
-
-def waiting_shown(bar: Progress, task: TaskID, tide: HighWater) -> Callable[[int], None]:
-    """What shows that a file waits for workers: a line at first and every minute, and the bar's own words."""
-    next_line = 0.0
-
-    def show(held: int) -> None:
-        nonlocal next_line
-        bar.update(task, description="waiting for workers" if held else "submitting")
-        if held and time.monotonic() >= next_line:
-            next_line = time.monotonic() + WAITING_LINE_EVERY_S
-            none = "" if tide.worker_runs() else ", and none runs; start one with `celery -A tasks worker -Q live,bulk`"
-            err.print(f"{tide.sentence(held)}: waiting for workers{none}", markup=False)
-
-    return show
-
-
-def watch(database: Engine, run: Run) -> Run:
-    """Show a run's progress until its last pair is settled; a database that goes away meanwhile is waited for."""
-    try:
-        with progress(err) as bar:
-            task = bar.add_task("judging", total=run.planned)
-            while run.settled < run.planned:
-                time.sleep(WAIT_POLL_S)
-                try:
-                    run = read_run(database, run.id)
-                except SQLAlchemyError as error:
-                    if trouble(error) is not Trouble.AWAY:
-                        raise
-                bar.update(task, completed=run.settled)
-            bar.update(task, completed=run.settled)
-    except KeyboardInterrupt:
-        err.print("The pairs are accepted and will be judged; the same command goes on waiting.")
-        raise typer.Exit(130) from None
-    return run
-
-
-def read_run(database: Engine, run_id: UUID) -> Run:
-    with database.connect() as connection:
-        return runs.read(connection, run_id)
-
-
-def summarize(database: Engine, run: Run) -> None:
-    """What a run came to: labels and decisions by policy, and what went wrong."""
-    with database.connect() as connection:
-        labels, troubles = runs.labels(connection, run), runs.troubles(connection, run)
-    out.print(f"{run.judged:,} of {run.planned:,} pairs judged")
-    table = Table("policy", "label", "decision", "pairs")
-    table.columns[3].justify = "right"
-    for row in labels:
-        table.add_row(row["policy"], row["label"], row["decision"], f"{row['pairs']:,}")
-    if labels:
-        out.print(table)
-    if troubles:
-        table = Table("status", "error_code", "pairs", "for example", "detail")
-        for row in troubles:
-            names = ("status", "error_code", "pairs", "example", "detail")
-            table.add_row(*(verbatim(row[name] or "") for name in names))
-        out.print(table)
 
 
 @cli.command()
@@ -357,6 +240,37 @@ def chaos(
     raise typer.Exit(1 if outcome.problems else 0)
 
 
+@cli.command()
+def bench(
+    name: Annotated[
+        str, typer.Argument(help="worker, scale, live, queue, submit, line, writer, images, model, comparison; all.")
+    ],
+    seconds: Annotated[
+        float | None, typer.Option(min=1, help="How long each measurement takes; unset: its own length.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The JSON line alone.")] = False,
+    out_folder: Annotated[
+        Path | None,
+        typer.Option("--out", file_okay=False, help="Folder whose speed.md and speed.json are brought up to date."),
+    ] = None,
+) -> None:
+    """Measure a part on servers of its own, on this machine: docs/benchmarks/speed.md.
+
+    Exits 1 where a target is missed. The last line is one JSON object.
+    """
+    from infra.bench.bench import ALL, BENCHES, run, run_all
+    from infra.endings import in_order
+
+    if name not in (ALL, *BENCHES):
+        raise typer.BadParameter(f"there are {', '.join(BENCHES)}, and {ALL}", param_hint="NAME")
+    with in_order():
+        if name == ALL:
+            met = run_all(seconds, as_json, out_folder, err)
+        else:
+            met = run(name, seconds, as_json, out_folder, err, out)
+    raise typer.Exit(0 if met else 1)
+
+
 @weights_cli.command("fetch")
 def weights_fetch(
     model_id: Annotated[str, typer.Argument(help="For example iic/ofa_visual-entailment_snli-ve_large_en.")],
@@ -399,7 +313,7 @@ def main() -> None:
     except ConcordError as error:
         message = str(error)
     except ModuleNotFoundError as error:
-        extra = {"psutil": "local", "pyarrow": "parquet"}.get(error.name or "", "worker")
+        extra = EXTRAS.get(error.name or "", "worker")
         message = (
             f"this command needs {error.name}, which is not installed: pip install '.[{extra}]' in Concord's folder"
         )

@@ -5,6 +5,7 @@ has returned, which is after the transaction that holds its verdicts.
 """
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,11 +19,12 @@ from celery import bootsteps
 from sqlalchemy import Engine
 from sqlalchemy.exc import ProgrammingError
 
-from db import registry
+from db import originals, registry
 from db.engine import is_outdated, make_engine
 from tasks.app import app
 from tasks.lone import judge_alone
 from tasks.relay import Relay
+from tasks.reuse import content_hash, reuse, share
 from tasks.scoring import make_store, worker_moderator
 from tasks.settings import Settings, settings
 from tasks.settling import Case, MadeBy, Picture, Reading, measurement_of, outcome_of, settlement_of
@@ -45,6 +47,7 @@ from worker.images import Fetched, ImageStore, decode
 from worker.messages import TASK_NAME, as_uuid
 from worker.messages import decode as decode_message
 from worker.moderator import Moderator, Policy, Question
+from worker.turns import Turns
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +70,11 @@ class Line:
     rules_read_at: float = float("-inf")
 
     def __post_init__(self) -> None:
-        #: One batch on the device at a time; another's images are fetched meanwhile.
-        self.device_lock = threading.Lock()
+        #: One batch on the device at a time; others are fetched, decoded, tokenized and written meanwhile.
+        self.device = Turns(MicroBatchTask.lanes)
+        #: Threads are many, because fetching waits. If as many decoded, one that has the device, or writes, would wait
+        #: behind them all whenever it is to go on. A lane does not wait for another's.
+        self.decoders = {lane: threading.BoundedSemaphore(os.cpu_count() or 1) for lane in MicroBatchTask.lanes}
 
     def refresh_rules(self) -> None:
         """Read the policies in force and the oldest month, now and then."""
@@ -126,7 +132,7 @@ class Moderate(MicroBatchTask):
         line = self.line
         persist(line.refresh_rules, batch.stopping)
         readings = [read(delivery, line) for delivery in batch.deliveries]
-        cases = [case for reading in readings for case in reading.cases if case.answer is None]
+        cases = unanswered([case for reading in readings for case in reading.cases])
         if batch.alone:
             judge_alone(cases, lambda these: judge(these, line, batch), line.engine, batch.stopping)
         else:
@@ -188,9 +194,16 @@ def crashed(delivery: Delivery, line: Line, error: Exception) -> Reading:
 
 
 def judge(cases: Sequence[Case], line: Line, batch: Batch) -> None:
-    """Images, then the model."""
-    look(cases, line, batch)
-    ask([case for case in cases if case.answer is None], line, batch)
+    """Images, tensors, earlier verdicts, and the model for what is left; each step works on what has no answer yet."""
+    look(unanswered(cases), line, batch)
+    prepare(unanswered(cases), line, batch)
+    asked = reuse(unanswered(cases), line.settings.reuse_days, line.engine, line.made_by, batch.stopping)
+    ask(asked, line, batch)
+    share(unanswered(cases), asked)
+
+
+def unanswered(cases: Sequence[Case]) -> list[Case]:
+    return [case for case in cases if case.answer is None]
 
 
 def look(cases: Sequence[Case], line: Line, batch: Batch) -> None:
@@ -201,12 +214,12 @@ def look(cases: Sequence[Case], line: Line, batch: Batch) -> None:
     pictures: dict[str, Picture | CodedError] = {}
 
     def decode_watched(fetched: Fetched) -> Picture:
-        with batch.watched():
+        with line.decoders[batch.lane], batch.watched():
             return line.decode(fetched)
 
     def load_missing() -> None:
         missing = [case.pair.image for case in cases if case.pair.image not in pictures]
-        loaded = line.store.load_all(missing, decode_watched)
+        loaded = line.store.load_all(missing, decode_watched, urgent=batch.lane == MicroBatchTask.lanes[0])
         away = buckets_away(loaded, line.store)
         pictures.update({uri: picture for uri, picture in loaded.items() if bucket_of(uri) not in away})
         if away:
@@ -233,15 +246,30 @@ def bucket_of(uri: str) -> str:
     return uri.removeprefix("s3://").partition("/")[0]
 
 
-def ask(cases: Sequence[Case], line: Line, batch: Batch) -> None:
-    """Model: one batch on the device at a time, under the watchdog's eye."""
+def prepare(cases: Sequence[Case], line: Line, batch: Batch) -> None:
+    """Tensors: prompts and pixels, while other batches are on the device, under the watchdog's eye."""
     questions = [
         Question(case.picture.decoded.image, case.picture.decoded.sha256, case.pair.text, case.pair.premise)
         for case in cases
         if case.picture
     ]
-    with line.device_lock, batch.watched(), batch.timed("model"):
-        answers = line.moderator.judge(questions)
+    with batch.watched():
+        ready = line.moderator.prepare(questions)
+    for case, prepared in zip(cases, ready, strict=True):
+        if isinstance(prepared, CodedError):
+            case.answer = prepared
+        else:
+            case.prepared = prepared
+            case.content_hash = content_hash(case, line.made_by)
+
+
+def ask(cases: Sequence[Case], line: Line, batch: Batch) -> None:
+    """Model: one batch on the device at a time, the urgent lane's first, under the watchdog's eye."""
+    prepared = [case.prepared for case in cases if case.prepared]
+    if not prepared:
+        return
+    with line.device.turn(batch.lane, batch.started_at), batch.watched(), batch.timed("model"):
+        answers = line.moderator.score(prepared)
     for case, answer in zip(cases, answers, strict=True):
         case.answer = answer
 
@@ -256,8 +284,12 @@ def set_up(chosen: Settings, worker: str) -> Line:
     checkpoint = moderator.checkpoint
     engine = make_engine(chosen.need("database_url"), pool_size=chosen.max_inflight + 2)
 
+    labels = dict(zip(checkpoint.answers.names, checkpoint.labels, strict=True))
+
     def sign_in() -> int:
         with engine.begin() as connection:
+            if chosen.reuse_days and not originals.is_indexed(connection):
+                raise ConcordError("verdict has no index to reuse verdicts by: run `concord db upgrade` to its end")
             registry.make_partitions(connection)
             return registry.register_model(
                 connection,
@@ -267,7 +299,9 @@ def set_up(chosen: Settings, worker: str) -> Line:
                 weights_sha256=checkpoint.sha256,
                 prompt=checkpoint.configuration.plain_prompt,
                 image_px=checkpoint.configuration.patch_image_size,
-                answers=dict(zip(checkpoint.answers.names, checkpoint.labels, strict=True)),
+                answers=labels,
+                concord_version=registry.concord_version(),
+                torch_version=torch.__version__,
             )
 
     try:
@@ -277,7 +311,7 @@ def set_up(chosen: Settings, worker: str) -> Line:
             raise
         why = first_line(error.orig)
         raise ConcordError(f"{why}: run `concord db upgrade` before workers of this version") from error
-    made_by = MadeBy(version, checkpoint.sha256, checkpoint.recipe, checkpoint.configuration)
+    made_by = MadeBy(version, checkpoint.sha256, checkpoint.recipe, checkpoint.configuration, labels)
     line = Line(chosen, engine, store, moderator, made_by, worker)
     persist(line.refresh_rules, is_stopping)
     log.info("%s %s (%s) is ready on %s", checkpoint.name, checkpoint.revision, checkpoint.recipe, moderator.device)

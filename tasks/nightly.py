@@ -29,9 +29,10 @@ from tasks.catalogs import Catalog, CatalogsWrong
 from tasks.nightly_end import persist
 from tasks.nightly_s3 import Buckets, S3Away
 from tasks.nightly_sources import SKIPPED_NAMED, Page, Source, SourceWrong, open_source
+from tasks.pairs_file import MAX_MESSAGE_CHARS, chars_of, cut
 from tasks.settings import Settings
 from tasks.storing import patiently
-from tasks.submit import PAIRS_PER_MESSAGE, chunked, envelope
+from tasks.submit import PAIRS_PER_MESSAGE, envelope
 from worker.errors import ConcordError, Hold, first_line
 from worker.messages import clean_string
 
@@ -314,9 +315,10 @@ def compared(item: Mapping[str, Any], names: Sequence[str]) -> dict[str, str]:
 
 
 def messages(night: Night, chosen: Sequence[Mapping[str, Any]]) -> Iterator[OutboxRow]:
-    """The page's messages; ids follow from the night and the refs."""
-    for chunk in chunked(chosen, PAIRS_PER_MESSAGE):
+    """The page's messages, smaller ones where items are wide; ids follow from the night and the refs."""
+    for chunk in cut(chosen, PAIRS_PER_MESSAGE, MAX_MESSAGE_CHARS, chars_of):
         pairs = [{**item, "id": str(uuid5(night.id, f"item {item['ref']}"))} for item in chunk]
         message_id = uuid5(night.id, f"message {chunk[0]['ref']}")
-        body = envelope(message_id, night.submitted_at, pairs, night.source, run_id=night.id)
+        fresh = bool(night.options["all"])  # asked for by hand, of what has a verdict
+        body = envelope(message_id, night.submitted_at, pairs, night.source, fresh, night.id)
         yield OutboxRow(message_id, night.lane, body)

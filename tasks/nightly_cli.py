@@ -37,6 +37,8 @@ cli = typer.Typer(no_args_is_help=True, help="Catalogs that are checked each nig
 LOOK_EVERY_S = 0.5
 #: Pairs a second are those of the last so many seconds.
 RATE_OVER_S = 30.0
+#: What goes out at the end of a night; each is where it went, or an object that says why it did not.
+SENT = ("results", "page", "webhook", "command")
 COUNTERS = ("planned", "judged", "rejected", "failed", "flagged", "reused", "skipped")
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="A catalog's name in the file of catalogs.")]
@@ -302,8 +304,8 @@ def tell(night: Night) -> None:
             out.print(f"  {sentence}", markup=False)
     for item in summary["newly_contradicting"]:
         out.print(f"  {item['ref']}: {item['label_before']} -> {item['label']}", markup=False)
-    for what in ("results", "webhook", "command"):
-        if (came_to := summary[what]) is not None:
+    for what in SENT:
+        if (came_to := summary.get(what)) is not None:
             out.print(f"{what}: {plain(came_to)}", markup=False)
 
 
@@ -318,5 +320,5 @@ def sampled(row: dict[str, Any]) -> str:
 
 def exit_status(night: Night) -> int:
     summary = night.summary or {}
-    unsent = any(isinstance(summary.get(what), dict) for what in ("results", "webhook", "command"))
+    unsent = any(isinstance(summary.get(what), dict) for what in SENT)
     return 0 if night.state == "done" and not unsent else 1

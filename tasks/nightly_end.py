@@ -5,42 +5,32 @@ Every step may be done twice, since the process may be killed between any two; o
 
 import json
 import logging
-import math
-import subprocess
 import tempfile
-import urllib.request
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from functools import partial
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.error import HTTPError, URLError
-from urllib.parse import urlsplit
 from uuid import UUID
 
-from sqlalchemy import Engine
+from sqlalchemy import Engine, text
 from sqlalchemy.exc import DBAPIError
-from tenacity import Retrying, retry_if_exception_type, stop_after_attempt, wait_exponential
 
 from db import catalog as items_known
-from db import comparison, nights
+from db import comparison, nights, runs
 from db.nights import Night
+from db.run_reading import Ended
 from tasks import storing
 from tasks.catalogs import Catalog
 from tasks.nightly_s3 import Buckets
+from tasks.nightly_word import call_webhook, run_command
+from tasks.report_writing import attempted, write_page
 from tasks.settings import Settings
 from worker.errors import ConcordError, Hold, first_line
 
 log = logging.getLogger(__name__)
 
 RESULTS_PER_PAGE = 5_000
-WEBHOOK_TIMEOUT_S = 10.0
-WEBHOOK_ATTEMPTS = 4
-#: Before the second attempt; doubles with each further one.
-WEBHOOK_FIRST_WAIT_S = 1.0
-COMMAND_TIMEOUT_S = 300.0
-#: Of the normal distribution, for 95 in 100.
-Z = 1.959964
 #: SQLSTATE of a statement that took too long.
 TIMED_OUT = "57014"
 #: Timeouts of one step before the night fails: a lock in the way is gone by then, a slow statement stays slow.
@@ -76,22 +66,33 @@ def persist(action: Callable[[], T], stopping: Callable[[], bool]) -> T:
 
 
 def finish(engine: Engine, catalog: Catalog, night: Night, settings: Settings, stopping: Callable[[], bool]) -> None:
-    """All that follows the last verdict. Where results or word cannot be sent, the night is done all the same, and its
-    summary says why. Raises Hold where it is to stop.
+    """All that follows the last verdict. Where results, page or word cannot be sent, the night is done all the same,
+    and its summary says why. Raises Hold where it is to stop.
     """
     known(engine, night, stopping)
     summary = persist(partial(summarize, engine, catalog, night), stopping)
     summary["results"] = sent(partial(write_results, engine, catalog, night, settings, stopping))
+    # The page shows the night as it will stand, and is there when word of it goes out.
+    ended = Ended(persist(partial(now, engine), stopping), dict(summary))
+    page = partial(write_page, engine, night.id, settings, results=catalog.results, ended=ended)
+    summary["page"] = attempted(night.name, partial(persist, page, stopping))
     summary["webhook"] = sent(partial(call_webhook, catalog, summary))
-    summary["command"] = sent(partial(run_command, catalog, summary))
+    summary["command"] = sent(partial(run_command, catalog, summary, stopping))
 
     def done() -> None:
         with engine.begin() as connection:
-            nights.finish(connection, night.id, summary)
+            nights.finish(connection, night.id, summary, ended.finished_at)
             items_known.forget_objects(connection, night.id)
 
     persist(done, stopping)
     log.info("%s is done", night.name)
+
+
+def now(engine: Engine) -> datetime:
+    """The database's time, by which runs begin and end."""
+    with engine.connect() as connection:
+        moment: datetime = connection.execute(text("select now()")).scalar_one()
+    return moment
 
 
 def known(engine: Engine, night: Night, stopping: Callable[[], bool]) -> None:
@@ -119,6 +120,7 @@ def summarize(engine: Engine, catalog: Catalog, night: Night) -> dict[str, Any]:
         (whole,) = comparison.compare(connection, night)
         by = {name: comparison.compare(connection, night, name) for name in catalog.compare_by}
         examples = comparison.newly_contradicting(connection, night)
+        labels = runs.label_counts(connection, night)
     counters = ("planned", "judged", "rejected", "failed", "flagged", "reused", "skipped")
     return {
         "run": str(night.id),
@@ -126,6 +128,7 @@ def summarize(engine: Engine, catalog: Catalog, night: Night) -> dict[str, Any]:
         "date": night.options["date"],
         **{name: getattr(night, name) for name in counters},
         "skipped_rows": (night.position or {}).get("skipped", []),
+        "labels": labels,
         "catalog": rated(whole),
         "by": {name: [rated(row) for row in rows if row["value"] is not None] for name, rows in by.items()},
         "newly_contradicting": examples,
@@ -133,30 +136,13 @@ def summarize(engine: Engine, catalog: Catalog, night: Night) -> dict[str, Any]:
 
 
 def rated(row: dict[str, Any]) -> dict[str, Any]:
-    """With the share of mismatches among the items that have a verdict, and the sample's with its error bars."""
+    """With the share of mismatches among the items that have a verdict, and that of the sample."""
     with_verdict = row["items"] - row["without_verdict"]
-    low, high = wilson(row["sample_mismatches"], row["sample"])
     return {
         **row,
         "defect_rate": row["mismatches"] / with_verdict if with_verdict else None,
         "sample_defect_rate": row["sample_mismatches"] / row["sample"] if row["sample"] else None,
-        "sample_low": low,
-        "sample_high": high,
     }
-
-
-def wilson(hits: int, trials: int) -> tuple[float, float]:
-    """The 95 % interval of a share that `hits` of `trials` were seen to have.
-
-    Wilson, "Probable inference, the law of succession, and statistical inference", 1927: it stays within 0 and 1, and
-    is right for small samples too.
-    """
-    if not trials:
-        return 0.0, 1.0
-    share, square = hits / trials, Z * Z
-    middle = (share + square / (2 * trials)) / (1 + square / trials)
-    half = Z / (1 + square / trials) * math.sqrt(share * (1 - share) / trials + square / (4 * trials * trials))
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def sent(action: Callable[[], Any]) -> Any:
@@ -165,9 +151,13 @@ def sent(action: Callable[[], Any]) -> Any:
         return action()
     except Hold:
         raise
-    except (ConcordError, URLError, OSError, ValueError) as error:
+    except (ConcordError, OSError, ValueError) as error:
         log.error("%s", first_line(error))
         return {"error": first_line(error)}
+    except Exception as error:
+        # Of a library, say: what is wrong with the results is no reason to lose the night.
+        log.exception("a night's end goes on without a part of it")
+        return {"error": f"{type(error).__name__}: {first_line(error)}"}
 
 
 def write_results(
@@ -223,61 +213,3 @@ def write_parquet(path: Path, found: Iterator[list[dict[str, Any]]]) -> bool:
         for rows in found:
             writer.write_table(arrow.Table.from_pylist(rows, schema=schema))
     return True
-
-
-class NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect could lead past the check of the address."""
-
-    def redirect_request(self, *_: Any, **__: Any) -> None:
-        return None
-
-
-def call_webhook(catalog: Catalog, summary: dict[str, Any]) -> str | None:
-    """POST the summary. Raises URLError after the last attempt; the address, which may hold a token, is in no error."""
-    url = catalog.webhook_url()
-    if url is None:
-        return None
-    request = urllib.request.Request(
-        url, json.dumps(summary).encode(), {"Content-Type": "application/json", "User-Agent": "concord"}
-    )
-    # Nor through a proxy of the environment's, for an address on this very machine.
-    loopback = urlsplit(url).scheme == "http"
-    opener = urllib.request.build_opener(NoRedirect, *([urllib.request.ProxyHandler({})] if loopback else []))
-    tries = Retrying(
-        retry=retry_if_exception_type((URLError, OSError)),
-        stop=stop_after_attempt(WEBHOOK_ATTEMPTS),
-        wait=wait_exponential(multiplier=WEBHOOK_FIRST_WAIT_S),
-        reraise=True,
-    )
-
-    def post() -> str:
-        try:
-            with opener.open(request, timeout=WEBHOOK_TIMEOUT_S) as answer:
-                return f"HTTP {answer.status}"
-        except HTTPError as error:
-            error.close()
-            raise URLError(f"the webhook answered HTTP {error.code}") from None
-        except HTTPException as error:
-            # Its words may be the answer's, or the address's.
-            raise URLError(f"the webhook's answer is not HTTP: {type(error).__name__}") from None
-
-    return tries(post)
-
-
-def run_command(catalog: Catalog, summary: dict[str, Any]) -> str | None:
-    """Run the catalog's command with the summary on its standard input; what it prints as errors goes where ours go.
-
-    Raises ConcordError, which does not quote its arguments, and OSError.
-    """
-    if catalog.command is None:
-        return None
-    text = json.dumps(summary)
-    try:
-        done = subprocess.run(
-            catalog.command, input=text, text=True, stdout=subprocess.DEVNULL, timeout=COMMAND_TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired:
-        raise ConcordError(f"the command took over {COMMAND_TIMEOUT_S:.0f} s and was ended") from None
-    if done.returncode:
-        raise ConcordError(f"the command ended with exit status {done.returncode}")
-    return "exit status 0"

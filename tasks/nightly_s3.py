@@ -66,14 +66,15 @@ class Buckets:
             while piece := body.read(READ_BYTES):
                 into.write(piece)
 
-    def upload(self, path: Path, address: str) -> None:
+    def upload(self, path: Path, address: str, content_type: str | None = None) -> None:
         """Copy a file to S3, in parts where it is large."""
         from boto3.exceptions import S3UploadFailedError
 
         bucket, key = split(address)
         with Answers(address):
             try:
-                self.client.upload_file(str(path), bucket, key)
+                extra = {"ContentType": content_type} if content_type else None
+                self.client.upload_file(str(path), bucket, key, ExtraArgs=extra)
             except S3UploadFailedError as error:
                 raise error.__cause__ or error.__context__ or error from None
 

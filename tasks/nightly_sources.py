@@ -5,29 +5,27 @@ item's picture or text is its own verdict.
 """
 
 import contextlib
-import gzip
 import json
 import tempfile
-import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from db.catalog_source import SqlSource
+from db.catalog_source import MAX_REF_BYTES, MAX_ROW_BYTES, PAGE_BYTES, SqlSource
 from tasks.catalogs import Catalog
 from tasks.nightly_s3 import Buckets
-from tasks.pairs_file import FileWrong, csv_rows, jsonl_rows
+from tasks.pairs_file import chars_of
+from tasks.pairs_formats import FileWrong, Lines, csv_rows, form_of, jsonl_rows
+from tasks.pairs_parquet import ParquetFile
 from tasks.settings import Settings
-from worker.errors import ConcordError, ErrorCode, PairRejected, first_line
+from worker.errors import ConcordError, ErrorCode, PairRejected
 from worker.messages import Pair, clean
 
 #: Rows that are read, and planned in one transaction.
 ROWS_PER_PAGE = 1_000
 MAX_REF_CHARS = 1_000
-#: Of one line of a manifest: far more than a pair may hold, and little enough for the planner's memory.
-MAX_LINE_CHARS = 4_000_000
 #: Rows that are left out and named one by one.
 SKIPPED_NAMED = 20
 FIELDS = frozenset(Pair.model_fields) - {"id"}
@@ -50,6 +48,8 @@ class Page:
     skipped: list[str] = field(default_factory=list)
     position: dict[str, Any] | None = None
     refs: set[str] = field(default_factory=set)
+    #: Characters that the items hold: a page of wide ones ends early.
+    held: int = 0
 
     def add(self, raw: Mapping[str, Any] | PairRejected, where: str) -> None:
         """Take a row in, or note why it is none."""
@@ -63,6 +63,7 @@ class Page:
             return
         self.refs.add(item["ref"])
         self.items.append(item)
+        self.held += chars_of(item)
 
     def leave_out(self, why: str, rows: int = 1) -> None:
         self.left_out += rows
@@ -90,11 +91,18 @@ def open_source(catalog: Catalog, settings: Settings) -> Source:
     return Sql(catalog.sql_source(settings))
 
 
+def check_position(position: dict[str, Any] | None, name: str) -> None:
+    """Raises SourceWrong for a position in a source of the other kind."""
+    if position is not None and name not in position:
+        raise SourceWrong("this night began on a source of another kind; begin another night with --again")
+
+
 def read_item(raw: Mapping[str, Any] | PairRejected, where: str) -> dict[str, Any]:
     """The fields of an item that a pair has. Raises PairRejected where it has no name, or is no JSON."""
     if isinstance(raw, PairRejected):
         # Without what the line says: a run's summary is not where the texts of an item may live.
-        raise PairRejected(raw.code, raw.detail.partition("): ")[0] + ")")
+        why, is_quoted, _ = raw.detail.partition("): ")
+        raise PairRejected(raw.code, why + (")" if is_quoted else ""))
     try:
         item = clean({name: value for name, value in raw.items() if name in FIELDS and value is not None})
     except PairRejected as error:
@@ -119,14 +127,21 @@ class Sql:
         self.source.check()
 
     def page(self, position: dict[str, Any] | None) -> Page:
+        check_position(position, "ref")
         after, seen = (position["ref"], position["seen"]) if position else (None, 0)
         found = self.source.page(after, seen, self.rows_per_page)
         page = Page(repeats=found.repeats)
         for ref, row in found.rows:
-            page.add({**row, "ref": ref}, f"the row {ref[:80]!r}")
+            if row is None:
+                page.leave_out(f"the row {ref[:80]!r} is longer than {MAX_ROW_BYTES:,} bytes")
+            else:
+                page.add({**row, "ref": ref}, f"the row {ref[:80]!r}")
         if found.is_last:
-            if nameless := self.source.nameless():
+            nameless, long = self.source.nameless()
+            if nameless:
                 page.leave_out(f"{nameless:,} rows have no ref", nameless)
+            if long:
+                page.leave_out(f"{long:,} rows have a ref of more than {MAX_REF_BYTES:,} bytes", long)
         else:
             last = found.rows[-1][0] if found.rows else after
             same = sum(1 for ref, _ in found.rows if ref == last)
@@ -151,19 +166,22 @@ class Manifest:
         self._open(None)
 
     def page(self, position: dict[str, Any] | None) -> Page:
+        check_position(position, "rows")
         wanted = position["rows"] if position else 0
         if self.file is None or self.read != wanted:
             self._open(position["etag"] if position else None)
             self.read += sum(1 for _ in islice(self.rows, wanted))
-        page, count = Page(), 0
+        page, count, is_full = Page(), 0, False
         try:
             for row, where in islice(self.rows, ROWS_PER_PAGE):
                 count += 1
                 page.add(row, where)
+                if is_full := page.held > PAGE_BYTES:
+                    break
         except FileWrong as error:
             raise SourceWrong(f"{self.address}: {error}") from None
         self.read += count
-        if count == ROWS_PER_PAGE:
+        if is_full or count == ROWS_PER_PAGE:
             page.position = {"rows": self.read, "etag": self.etag}
         return page
 
@@ -185,53 +203,21 @@ class Manifest:
 
 def numbered(path: Path, name: str) -> Iterator[tuple[Mapping[str, Any] | PairRejected, str]]:
     """The rows of a manifest, each with the line, or in Parquet the row, that it ends on. Raises FileWrong."""
-    if name.endswith(".parquet"):
-        yield from parquet_rows(path)
-        return
-    opened = gzip.open if name.endswith(".gz") else open
-    read = csv_rows if ".csv" in name[-7:] else jsonl_rows
-    line = 0
-
-    def counted() -> Iterator[str]:
-        nonlocal line
-        with opened(path, "rt", encoding="utf-8-sig", errors="replace", newline="") as lines:
-            while one := lines.readline(MAX_LINE_CHARS):
-                line += 1
-                if len(one) == MAX_LINE_CHARS and not one.endswith(("\n", "\r")):
-                    raise FileWrong(f"line {line:,} is longer than {MAX_LINE_CHARS:,} characters")
-                yield one
-
-    try:
-        for row in read(counted()):
-            yield row, f"line {line:,}"
-    except (OSError, EOFError, zlib.error) as error:
-        raise FileWrong(f"it breaks off after line {line:,}: {first_line(error)}") from None
+    with path.open("rb") as file:
+        form, packed = form_of(name)
+        if form == "parquet":
+            table = ParquetFile(file, needed=("ref", "image", "text"))
+            for row in table.rows():
+                yield row if isinstance(row, PairRejected) else with_attributes(row), table.where()
+        else:
+            # Bytes that are no UTF-8 become U+FFFD: such an item is judged, and its verdict says so.
+            lines = Lines(file, packed=packed, errors="replace")
+            for row in csv_rows(lines) if form == "csv" else jsonl_rows(lines):
+                yield row, lines.where()
 
 
-def parquet_rows(path: Path) -> Iterator[tuple[Mapping[str, Any] | PairRejected, str]]:
-    try:
-        import pyarrow as arrow
-        from pyarrow import parquet
-    except ModuleNotFoundError:
-        raise FileWrong("Parquet needs pyarrow: pip install '.[parquet]' in Concord's folder") from None
-    number = 0
-    try:
-        with parquet.ParquetFile(path) as file:
-            if missing := {"ref", "image", "text"} - set(file.schema_arrow.names):
-                raise FileWrong(f"it has no column {', '.join(sorted(missing))}")
-            for batch in file.iter_batches(batch_size=ROWS_PER_PAGE):
-                for row in batch.to_pylist(maps_as_pydicts="lossy"):
-                    number += 1
-                    yield plain(row), f"row {number:,}"
-    except (arrow.ArrowException, OSError) as error:
-        raise FileWrong(f"it is no Parquet from row {number + 1:,} on: {first_line(error)}") from None
-
-
-def plain(row: dict[str, Any]) -> dict[str, Any]:
-    """A Parquet row as JSON has it: moments and decimals are text; attributes may be a string that is JSON."""
-    attributes = row.get("attributes")
-    if isinstance(attributes, str):
-        with contextlib.suppress(ValueError):
-            row = {**row, "attributes": json.loads(attributes)}
-    made: dict[str, Any] = json.loads(json.dumps(row, default=str))
-    return made
+def with_attributes(row: dict[str, Any]) -> dict[str, Any]:
+    """Attributes may be a string that is JSON."""
+    with contextlib.suppress(ValueError, RecursionError, KeyError, TypeError):
+        return {**row, "attributes": json.loads(row["attributes"])}
+    return row

@@ -1,12 +1,17 @@
-"""Files of pairs: reading JSONL and CSV, and submitting one as a run that can be taken up again where it stopped."""
+"""Files of pairs, submitted as runs: a run that was cut short is taken up where it stopped."""
 
-import csv
 import hashlib
 import json
+import os
+import sqlite3
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, TypeVar
 from uuid import UUID, uuid5
 
 from sqlalchemy import Engine
@@ -15,129 +20,209 @@ from db import outbox, runs
 from db.outbox import OutboxRow
 from db.runs import Run
 from tasks.high_water import LOOK_EVERY_S, HighWater
-from tasks.submit import PAIRS_PER_MESSAGE, Lane, chunked, envelope
-from worker.errors import ConcordError, ErrorCode, PairRejected
-from worker.messages import MAX_NAME_CHARS, Pair, as_uuid, clean
+from tasks.pairs_formats import FileWrong, Lines, Row, csv_rows, form_of, jsonl_rows
+from tasks.pairs_parquet import ParquetFile
+from tasks.submit import PAIRS_PER_MESSAGE, Lane, envelope
+from worker.errors import ErrorCode, PairRejected
+from worker.messages import MAX_NAME_CHARS, as_uuid
+
+__all__ = ["FileWrong", "PairsFile", "Row", "begin", "read_rows", "submit_file"]
 
 #: Ids of runs are derived under this name, so that the same file gives the same run on any machine.
 RUNS = UUID("6f0f3f2c-5b1e-4d0a-9a53-9c4f6c3c0d11")
-#: Messages written to the outbox in one transaction.
-MESSAGES_PER_COMMIT = 16
-#: Characters of a line that cannot be read which an error quotes.
-QUOTED_CHARS = 60
-#: What a file of pairs may be, by its name's end.
-SUFFIXES = (".jsonl", ".ndjson", ".csv")
-PAIR_COLUMNS = frozenset(Pair.model_fields) - {"attributes"}
+#: Messages written to the outbox in one transaction, 4,096 pairs: a commit costs as much as some hundred of them.
+MESSAGES_PER_COMMIT = 64
+#: Characters of pairs in one message of more than one pair, and in one transaction. As JSON a character is up to 12
+#: bytes, and nobody reads a message of more than 64 MB.
+MAX_MESSAGE_CHARS, MAX_COMMIT_CHARS = 500_000, 4_000_000
+#: Lines that are no pairs and are kept to be told one by one.
+KEPT_LINES = 5
+#: Memory for the ids that were given in a file; what is more lies on disk.
+SEEN_IDS_KB = 8_192
 
-Row = dict[str, Any] | PairRejected
+#: No file is ever written where memory is enough; where it is not, it has no name and is gone with the process.
+SEEN_IDS = f"""
+pragma journal_mode = off; pragma synchronous = off; pragma cache_size = -{SEEN_IDS_KB};
+create table seen (id blob primary key) without rowid;
+begin;
+"""
+SEE_ID = "insert or ignore into seen values (?)"
+
+T = TypeVar("T")
 
 
-class FileWrong(ConcordError):
-    """The file of pairs cannot be read."""
+class FileTaken(FileWrong):
+    """Another process submits the same file."""
+
+
+class PairsFile:
+    """A file of pairs that is open: its digest, its rows, how far they have been read, and whether it stays as it was.
+
+    All that is wrong with it is raised as FileWrong with its name.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._where: Callable[[], str] = lambda: "its start"
+        self._done: Callable[[], float] = lambda: 0.0
+        try:
+            self.form, self.packed = form_of(path.name)
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise FileWrong(
+                    "it is no regular file, which can be read twice: once to know it again, once for its pairs"
+                )
+            self.file = path.open("rb")
+        except FileWrong as error:
+            raise self.wrong(error) from None
+        except OSError as error:
+            raise FileWrong(f"{path}: {error.strerror}") from None
+        self.stamp = self.stamp_now()
+        self.size = self.stamp[0]
+        self._digest = ""
+
+    def __enter__(self) -> "PairsFile":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.file.close()
+
+    def wrong(self, error: FileWrong) -> FileWrong:
+        return FileWrong(f"{self.path}: {error}")
+
+    def digest(self) -> str:
+        """SHA-256 of the whole file, in hexadecimal."""
+        if not self._digest:
+            try:
+                self.file.seek(0)
+                self._digest = hashlib.file_digest(self.file, "sha256").hexdigest()
+            except OSError as error:
+                raise FileWrong(f"{self.path}: {error.strerror}") from None
+        return self._digest
+
+    def rows(self) -> Iterator[Row]:
+        """The pairs, one at a time; what is none comes as PairRejected that says where it stands. Once only."""
+        try:
+            self.file.seek(0)
+            if self.form == "parquet":
+                table = ParquetFile(self.file)
+                self._where, self._done = table.where, lambda: table.number / max(table.total, 1)
+                yield from table.pairs()
+                return
+            self._done = lambda: self.file.tell() / max(self.size, 1)
+            lines = Lines(self.file, packed=self.packed, skip_long=self.form == "jsonl")
+            self._where = lines.where
+            yield from csv_rows(lines) if self.form == "csv" else jsonl_rows(lines)
+        except FileWrong as error:
+            raise self.wrong(error) from None
+
+    def where(self) -> str:
+        """At which line or row the reading is, in words."""
+        return self._where()
+
+    def done(self) -> float:
+        """The share of the file that was read, from 0 to 1."""
+        return self._done()
+
+    def check(self) -> None:
+        """Raises FileWrong where it is no longer what it was when it was opened."""
+        if self.stamp_now() != self.stamp:
+            raise FileWrong(f"{self.path} was changed while it was read")
+
+    def stamp_now(self) -> tuple[int, int]:
+        """Size in bytes and the moment of the last change, of the open file: one that takes its name is another."""
+        found = os.fstat(self.file.fileno())
+        return found.st_size, found.st_mtime_ns
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The pairs of a .jsonl or .csv file, one at a time; a line that is none comes as PairRejected with its number.
-
-    In CSV, columns that are no field of a pair become its attributes. Raises FileWrong.
-    """
-    suffix = suffix_of(path)
-    try:
-        with path.open(encoding="utf-8-sig", errors="replace", newline="") as lines:
-            yield from csv_rows(lines) if suffix == ".csv" else jsonl_rows(lines)
-    except OSError as error:
-        raise FileWrong(f"{path}: {error.strerror}") from None
-
-
-def suffix_of(path: Path) -> str:
-    """By which a file's form is known. Raises FileWrong for one that is not read."""
-    if (suffix := path.suffix.lower()) not in SUFFIXES:
-        raise FileWrong(
-            f"{path}: a file of pairs is named .jsonl (or .ndjson: one JSON object a line) or .csv, and not compressed"
-        )
-    return suffix
-
-
-def jsonl_rows(lines: Iterable[str]) -> Iterator[Row]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                raise ValueError("not a JSON object")
-            clean(row)  # Raises where it is nested deeper than Celery could carry it.
-            yield row
-        except (ValueError, RecursionError, PairRejected) as error:
-            detail = f"line {number} is not a pair ({error}): {line.strip()[:QUOTED_CHARS]}"
-            yield PairRejected(ErrorCode.INVALID_PAIR, detail)
-
-
-def csv_rows(lines: Iterable[str]) -> Iterator[Row]:
-    reader = csv.DictReader(lines, restkey="more columns", strict=True)
-    try:
-        if missing := {"image", "text"} - set(reader.fieldnames or ()):
-            raise FileWrong(f"the first line of a CSV names its columns; missing: {', '.join(sorted(missing))}")
-        for row in reader:
-            fields = {name: value for name, value in row.items() if value not in ("", None)}
-            attributes = {name: value for name, value in fields.items() if name not in PAIR_COLUMNS}
-            # An empty text is a pair's fault, to be recorded as such; other empty cells mean "not given".
-            pair = {name: value for name, value in fields.items() if name in PAIR_COLUMNS}
-            yield {"text": "", **pair, "attributes": attributes}
-    except csv.Error as error:
-        raise FileWrong(f"line {reader.reader.line_num} is not CSV: {error}") from None
+    """The pairs of a file, one at a time; a line or row that is none comes as PairRejected. Raises FileWrong."""
+    with PairsFile(path) as file:
+        yield from file.rows()
 
 
 def begin(engine: Engine, path: Path, *, lane: Lane, source: str, again: str = "") -> Run:
     """The run of this file: a new one, or the one that the same command began earlier. `again` makes another."""
+    with PairsFile(path) as file:
+        return run_of(engine, file, lane=lane, source=source, again=again)
+
+
+def run_of(engine: Engine, file: PairsFile, *, lane: Lane, source: str, again: str = "") -> Run:
+    """As `begin`, of a file that is open, so that what is read afterwards is what the run is known by."""
     if not 1 <= len(source) <= MAX_NAME_CHARS:
         raise FileWrong(f"--source is a name of 1 to {MAX_NAME_CHARS} characters")
-    suffix_of(path)
-    digest = hashlib.sha256()
-    try:
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    except OSError as error:
-        raise FileWrong(f"{path}: {error.strerror}") from None
-    run_id = uuid5(RUNS, json.dumps([digest.hexdigest(), lane, source, again]))
+    run_id = uuid5(RUNS, json.dumps([file.digest(), lane, source, again]))
     with engine.begin() as connection:
-        return runs.open_run(connection, run_id, name=path.name, lane=lane, source=source)
+        return runs.open_run(connection, run_id, name=file.path.name, lane=lane, source=source)
+
+
+def run_again(engine: Engine, file: PairsFile, *, lane: Lane, source: str) -> Run:
+    """Another run of a file than all before it; the last of them where it was cut short."""
+    generation = 1
+    while (run := run_of(engine, file, lane=lane, source=source, again=str(generation))).state != "planning":
+        generation += 1
+    return run
 
 
 def submit_file(
     engine: Engine,
     run: Run,
-    rows: Iterator[Row],
+    rows: Iterable[Row],
     high_water: HighWater | None = None,
     on_wait: Callable[[int], None] = lambda held: None,
+    check: Callable[[], None] = lambda: None,
+    fresh: bool = False,
 ) -> Iterator[int]:
     """Write the run's pairs to the outbox, yielding how many each commit accepted.
 
     While the outbox is above `high_water` nothing is written, and every second `on_wait` is called with the messages
-    that it holds; with 0 when that is over.
+    that it holds; with 0 when that is over. `check` is called before each commit and at the end. `fresh` pairs are
+    judged also where their content has a verdict.
 
     The outbox rows and the run's `planned` commit together, so that a call that was cut short is taken up after the
     last pair that was accepted. Lines that are no pairs are left out; the caller has seen them in `rows`, which are
-    read to their end in any case. Raises FileWrong where another call submits the same run at this moment.
+    read to their end in any case.
+
+    Raises FileWrong where another call submits the same run at this moment; and what `rows` and `check` raise, after
+    which the run is over when what was accepted is settled. A call that finds more pairs than that goes on.
     """
-    if run.state != "planning":
-        for _ in rows:
-            pass
-        return
-    pairs = (row for row in rows if not isinstance(row, PairRejected))
+    wrong: list[FileWrong] = []
+    pairs = (row for row in until_wrong(rows, wrong) if not isinstance(row, PairRejected))
     planned = run.planned
-    numbered = ((place, pair) for place, pair in enumerate(pairs) if place >= run.planned)
-    for group in chunked(chunked(numbered, PAIRS_PER_MESSAGE), MESSAGES_PER_COMMIT):
-        accepted = sum(map(len, group))
-        if high_water is not None:
-            wait_below(high_water, on_wait)
-        with engine.begin() as connection:
-            if not runs.plan(connection, run.id, accepted, before=planned):
-                raise FileWrong(f"{run.name} is being submitted by another process too, which goes on")
-            outbox.add(connection, [message_of(run, chunk) for chunk in group])
-        planned += accepted
-        yield accepted
+    numbered = ((place, pair, chars_of(pair)) for place, pair in enumerate(pairs) if place >= run.planned)
+    messages = cut(numbered, PAIRS_PER_MESSAGE, MAX_MESSAGE_CHARS, lambda item: item[2])
+    groups = cut(messages, MESSAGES_PER_COMMIT, MAX_COMMIT_CHARS, lambda chunk: sum(item[2] for item in chunk))
+    try:
+        for group in groups:
+            accepted = sum(map(len, group))
+            if high_water is not None:
+                wait_below(high_water, on_wait)
+            check()
+            with engine.begin() as connection:
+                if not runs.plan(connection, run.id, accepted, before=planned):
+                    raise FileTaken(f"{run.name} is being submitted by another process too, which goes on")
+                outbox.add(connection, [message_of(run, chunk, fresh) for chunk in group])
+            planned += accepted
+            yield accepted
+        check()
+        for error in wrong:
+            raise error
+    except FileTaken:
+        raise
+    except FileWrong:
+        end_planning(engine, run)
+        raise
+    end_planning(engine, run)
+
+
+def until_wrong(rows: Iterable[Row], wrong: list[FileWrong]) -> Iterator[Row]:
+    """The rows up to where the file cannot be read on, so that what stands before is accepted first."""
+    try:
+        yield from rows
+    except FileWrong as error:
+        wrong.append(error)
+
+
+def end_planning(engine: Engine, run: Run) -> None:
     with engine.begin() as connection:
         runs.end_planning(connection, run.id)
 
@@ -153,32 +238,71 @@ def wait_below(high_water: HighWater, on_wait: Callable[[int], None]) -> None:
         on_wait(0)
 
 
-def message_of(run: Run, chunk: Sequence[tuple[int, Mapping[str, Any]]]) -> OutboxRow:
+def message_of(run: Run, chunk: Sequence[tuple[int, Mapping[str, Any], int]], fresh: bool) -> OutboxRow:
     """One message of a run; ids follow from the run and the pair's place in the file."""
     message_id = uuid5(run.id, f"message {chunk[0][0]}")
-    pairs = [{**pair, "id": pair.get("id") or str(uuid5(run.id, f"pair {place}"))} for place, pair in chunk]
-    body = envelope(message_id, run.submitted_at, pairs, run.source, run_id=run.id)
+    pairs = [{**pair, "id": pair.get("id") or str(uuid5(run.id, f"pair {place}"))} for place, pair, _ in chunk]
+    body = envelope(message_id, run.submitted_at, pairs, run.source, fresh, run.id)
     return OutboxRow(message_id, run.lane, body)
 
 
-def once(rows: Iterator[Row]) -> Iterator[Row]:
+def chars_of(pair: Mapping[str, Any]) -> int:
+    """About how long a pair is, in characters."""
+    return sum(map(len, map(str, pair.values())))
+
+
+def cut(items: Iterable[T], most: int, most_chars: int, chars: Callable[[T], int]) -> Iterator[list[T]]:
+    """Lists of at most so many items and characters, but of one item at least."""
+    held: list[T] = []
+    length = 0
+    for item in items:
+        longer = length + chars(item)
+        if held and (len(held) == most or longer > most_chars):
+            yield held
+            held, longer = [], chars(item)
+        held.append(item)
+        length = longer
+    if held:
+        yield held
+
+
+def once(rows: Iterable[Row], where: Callable[[], str] = lambda: "a row") -> Iterator[Row]:
     """The same rows, but one whose id stood before in the file is no pair: it would have no verdict of its own, and
     the run, which waits for as many verdicts as it has pairs, no end.
+
+    Ids are kept on disk, so that memory does not grow with the file.
     """
-    seen: set[UUID] = set()
-    for row in rows:
-        given = as_uuid(row.get("id")) if isinstance(row, dict) else None
-        if given is None or given not in seen:
-            yield row
-        else:
-            yield PairRejected(ErrorCode.DUPLICATE_ID, f"the id {given} stands twice in this file")
-        if given is not None:
-            seen.add(given)
+    with closing(sqlite3.connect("", isolation_level=None)) as ids:
+        ids.executescript(SEEN_IDS)
+        for row in rows:
+            given = as_uuid(row.get("id")) if isinstance(row, dict) else None
+            try:
+                is_new = given is None or ids.execute(SEE_ID, (given.bytes,)).rowcount
+            except sqlite3.Error as error:
+                raise FileWrong(f"no room for the ids of the file among temporary files: {error}") from None
+            yield row if is_new else repeated(where(), given)
 
 
-def noting(rows: Iterator[Row], unreadable: list[PairRejected]) -> Iterator[Row]:
-    """The same rows, with those that are no pairs noted in `unreadable` on the way."""
+def repeated(where: str, given: UUID | None) -> PairRejected:
+    return PairRejected(ErrorCode.DUPLICATE_ID, f"{where} is not a pair of its own: the id {given} stood before")
+
+
+@dataclass
+class LeftOut:
+    """Rows that are no pairs: how many, and the first of them."""
+
+    count: int = 0
+    first: list[PairRejected] = field(default_factory=list)
+
+    def note(self, row: PairRejected) -> None:
+        self.count += 1
+        if len(self.first) < KEPT_LINES:
+            self.first.append(row)
+
+
+def noting(rows: Iterable[Row], left_out: LeftOut) -> Iterator[Row]:
+    """The same rows, with those that are no pairs noted in `left_out` on the way."""
     for row in rows:
         if isinstance(row, PairRejected):
-            unreadable.append(row)
+            left_out.note(row)
         yield row

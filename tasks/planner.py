@@ -21,6 +21,7 @@ from sqlalchemy import Engine
 from db import nights, retention
 from tasks import nightly
 from tasks.catalogs import Catalog, catalog_named, catalogs, cron
+from tasks.report_writing import write_pages_of_files
 from tasks.settings import settings
 from tasks.storing import persist
 from worker.errors import ConcordError, first_line
@@ -81,11 +82,14 @@ class LocalCrontab(BaseSchedule):  # type: ignore[misc]
                 return due
 
     def last_due(self, moment: datetime) -> datetime | None:
-        """The last moment of the day before this one at which it was due, if it was."""
-        found, due = None, self.next_after(moment - timedelta(days=1))
-        while due <= moment:
-            found, due = due, self.next_after(due)
-        return found
+        """The last moment up to this one at which it was due, if it was within a year."""
+        for days in (1, 7, 31, 366):
+            found, due = None, self.next_after(moment - timedelta(days=days))
+            while due <= moment:
+                found, due = due, self.next_after(due)
+            if found is not None:
+                return found
+        return None
 
     def remaining_estimate(self, last_run_at: datetime) -> timedelta:
         return self.next_after(last_run_at) - self.now()
@@ -189,27 +193,48 @@ class Planner(threading.Thread):
             log.warning("%s waits: %s", night.name, first_line(error))
 
 
+class Pages(threading.Thread):
+    """Writes the pages of submitted files once they are judged, where pages have a place; nights write their own."""
+
+    def __init__(self, look_every_s: float = LOOK_EVERY_S) -> None:
+        super().__init__(name="pages", daemon=True)
+        self.look_every_s = look_every_s
+
+    def run(self) -> None:
+        with nightly.connected(settings()) as engine:
+            while not stopped.wait(self.look_every_s):
+                try:
+                    write_pages_of_files(engine, settings())
+                except Exception as error:
+                    log.warning("pages wait: %s", first_line(error))
+
+
 MAINTAIN = {"task": maintain.name, "schedule": LocalCrontab("45 3 * * *", "UTC")}
 
 
 class Nights(PersistentScheduler):  # type: ignore[misc]
-    """Beat's schedule out of the file of catalogs, with the planner beside it."""
+    """Beat's schedule out of the file of catalogs, with the planner, and what writes pages, beside it."""
 
-    planner: Planner | None = None
+    beside: tuple[threading.Thread, ...] = ()
 
     def setup_schedule(self) -> None:
         try:
             settings().need("database_url")
-            self.app.conf.beat_schedule = {"maintain": MAINTAIN, **entries(catalogs(settings()))}
+            has_catalogs = settings().catalogs_file is not None
+            known = catalogs(settings()) if has_catalogs else {}
+            self.app.conf.beat_schedule = {"maintain": MAINTAIN, **entries(known)}
         except ConcordError as error:
             log.critical("beat cannot start: %s", error)
             raise SystemExit(1) from None
         super().setup_schedule()
-        self.planner = Planner()
-        self.planner.start()
+        self.beside = (Planner(), Pages()) if has_catalogs else (Pages(),)
+        if not has_catalogs:
+            log.warning("CONCORD_CATALOGS_FILE is not set, which names no catalog: beat begins no night")
+        for thread in self.beside:
+            thread.start()
 
     def close(self) -> None:
         stopped.set()
-        if self.planner is not None:
-            self.planner.join(STOP_LIMIT_S)
+        for thread in self.beside:
+            thread.join(STOP_LIMIT_S)
         super().close()

@@ -22,7 +22,7 @@ from db import outbox, registry
 from db.engine import make_engine
 from db.outbox import LANES, LEASE_S, OutboxRow
 from tasks.app import app
-from tasks.submit import publish, queue_length, redis_errors
+from tasks.submit import celery_id, publish, queue_length, redis_errors
 from worker.errors import first_line
 
 log = logging.getLogger(__name__)
@@ -39,6 +39,8 @@ CLAIM_LIMIT = 100
 SEARCH_LIMIT = 10_000
 #: After an error, before the next try.
 BACK_OFF_S = 2.0
+#: Between two turns at least, however fast workers are: a turn writes to Postgres.
+LEAST_PAUSE_S = 0.02
 
 
 class Relay(threading.Thread):
@@ -60,8 +62,7 @@ class Relay(threading.Thread):
         pause = self.poll_s
         while not self.stopped.wait(pause):
             try:
-                self.turn()
-                pause = self.poll_s
+                pause = pause_after(self.turn(), pause, self.poll_s)
             except Exception as error:
                 # Whatever is away comes back; the outbox keeps everything until then.
                 log.warning("the relay waits: %s", first_line(error))
@@ -81,8 +82,11 @@ class Relay(threading.Thread):
         except Exception as error:
             log.warning("the lease is left to run out: %s", first_line(error))
 
-    def turn(self) -> None:
-        """One round: renew the lease, publish what is due, look for what was lost."""
+    def turn(self) -> float:
+        """One round: renew the lease, publish what is due, look for what was lost.
+
+        Returns how much was published, as a share of the lane's window.
+        """
         with self.engine.begin() as connection:
             held, self.holds_lease = self.holds_lease, outbox.take_lease(connection, self.holder)
         if self.holds_lease and not held:
@@ -91,8 +95,8 @@ class Relay(threading.Thread):
             log.info("another worker publishes the outbox from now on")
         if not self.holds_lease:
             self.missing.clear()
-            return
-        self.publish_all_due()
+            return 0.0
+        share = self.publish_all_due()
         now = time.monotonic()
         if now >= self.next_search:
             self.next_search = now + SEARCH_EVERY_S
@@ -101,13 +105,20 @@ class Relay(threading.Thread):
             self.next_partitions = now + PARTITIONS_EVERY_S
             with self.engine.begin() as connection:
                 registry.make_partitions(connection)
+        return share
 
-    def publish_all_due(self) -> None:
+    def publish_all_due(self) -> float:
+        """A window's worth of each lane at most; returns the larger share of its window that was published."""
+        shares = [0.0]
         for lane in LANES:
-            # Less than that: nothing more is due, or Redis holds its window. Going on while workers make room would
-            # keep the other lane, and what was lost, waiting.
-            while self.publish_due(lane) == CLAIM_LIMIT and not self.stopped.is_set():
-                pass
+            window, published, claimed = self.windows[lane], 0, CLAIM_LIMIT
+            # Less than the limit: nothing more is due, or Redis holds its window. To go on for as long as workers make
+            # room would keep the other lane, and what was lost, waiting.
+            while claimed == CLAIM_LIMIT and published < window and not self.stopped.is_set():
+                claimed = self.publish_due(lane)
+                published += claimed
+            shares.append(published / window)
+        return max(shares)
 
     def publish_due(self, lane: str) -> int:
         """Claim, commit, then publish: a crash in between leaves a message that is found missing later."""
@@ -118,27 +129,47 @@ class Relay(threading.Thread):
             if not outbox.take_lease(connection, self.holder):
                 return 0
             rows = outbox.claim(connection, lane, room)
-        self.hand_over(sorted(rows, key=lambda row: row.message_id))
+        if rows:
+            self.hand_over(sorted(rows, key=lambda row: row.message_id))
         return len(rows)
 
     def hand_over(self, rows: Sequence[OutboxRow]) -> None:
+        """Publish rows of one lane at once; where one cannot be made a message, each by itself."""
+        try:
+            publish(rows)
+        except redis_errors():
+            self.put_back(rows)
+            raise
+        except Exception as error:
+            log.warning("one of %d messages cannot be published, each is tried alone: %s", len(rows), first_line(error))
+            self.hand_over_singly(rows)
+
+    def hand_over_singly(self, rows: Sequence[OutboxRow]) -> None:
         """Publish each row; one that cannot be made a message is recorded, so that it holds nobody up.
 
-        Where Redis refuses, full for example, the rest is due again: marked as published it would be looked for, and
-        while that lasts the whole outbox would come to be.
+        What was published a moment ago as well does no harm.
         """
         for place, row in enumerate(rows):
             try:
                 publish([row])
             except redis_errors():
-                with self.engine.begin() as connection:
-                    outbox.unclaim(connection, rows[place:])
+                self.put_back(rows[place:])
                 raise
             except Exception as error:
                 log.exception("message %s cannot be published; it is recorded", row.message_id)
                 why = f"cannot be published: {first_line(error)}"
                 with self.engine.begin() as connection:
                     outbox.refuse(connection, row, why)
+
+    def put_back(self, rows: Sequence[OutboxRow]) -> None:
+        """What Redis did not take, full for example, is due again: marked as published it would be looked for, and
+        while that lasts the whole outbox would come to be.
+
+        What it took stays published: else the same few would go into the little room that is left, over and over.
+        """
+        taken = newest(rows[0].lane)
+        with self.engine.begin() as connection:
+            outbox.unclaim(connection, [row for row in rows if celery_id(row) not in taken])
 
     def publish_lost(self, now: float) -> None:
         """Publish again what was missing in two looks in a row."""
@@ -163,6 +194,26 @@ class Relay(threading.Thread):
                 if outbox.take_lease(connection, self.holder):
                     outbox.make_due(connection, lost)
             self.publish_all_due()
+
+
+def pause_after(share: float, pause_s: float, poll_s: float) -> float:
+    """Until the next turn: shorter while workers empty half a window between two, so that they never wait for it."""
+    if share >= 1 / 2:
+        pause_s = max(pause_s / 2, LEAST_PAUSE_S)
+    elif share < 1 / 4:
+        pause_s *= 2
+    return min(pause_s, poll_s)
+
+
+def newest(lane: str) -> set[str]:
+    """Celery's ids of what came into a lane last, twice as many messages as are claimed; none while Redis is away."""
+    try:
+        with app.connection_or_acquire() as connection:
+            channel = connection.default_channel
+            with channel.conn_or_acquire() as client:
+                return set(task_ids(client.lrange(channel._q_for_pri(lane, 0), 0, 2 * CLAIM_LIMIT - 1)))
+    except redis_errors():
+        return set()
 
 
 class InRedis:

@@ -39,6 +39,12 @@ ROW_GROUP = 50_000
 #: How far back a view is read, unless told otherwise.
 SINCE = "7d"
 UNITS = {"h": "hours", "d": "days", "w": "weeks"}
+#: Moments further out are taken for these: they leave a day's room on both sides of what Python can reckon with.
+EARLIEST = datetime(1, 1, 2, tzinfo=UTC)
+LATEST = datetime(9999, 12, 30, tzinfo=UTC)
+#: What a spreadsheet takes for the beginning of a formula, also in the full width of East Asian fonts.
+#: OWASP, "CSV Injection": a quote before it makes it text.
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "\uff20")
 
 
 class SqlWrong(ConcordError):
@@ -46,7 +52,7 @@ class SqlWrong(ConcordError):
 
 
 def read_moment(written: str) -> datetime:
-    """`12h`, `2d` or `4w` ago; a date or a moment, in UTC unless it says otherwise."""
+    """`12h`, `2d` or `4w` ago; a date or a moment, in UTC unless it says otherwise. Gives it in UTC."""
     if found := re.fullmatch(r"(\d{1,4})([hdw])", written.strip()):
         return datetime.now(UTC) - timedelta(**{UNITS[found[2]]: int(found[1])})
     try:
@@ -55,7 +61,16 @@ def read_moment(written: str) -> datetime:
         raise typer.BadParameter(
             f"{written!r} is no moment: write 12h, 2d, 4w, 2026-01-31 or 2026-01-31T12:00"
         ) from None
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    return min(max(moment if moment.tzinfo else moment.replace(tzinfo=UTC), EARLIEST), LATEST).astimezone(UTC)
+
+
+def read_name(written: str) -> str:
+    """A name as it was typed. Raises BadParameter for bytes that are no UTF-8, which no name in the database has."""
+    try:
+        written.encode()
+    except UnicodeEncodeError:
+        raise typer.BadParameter(f"{written!r} is not UTF-8") from None
+    return written
 
 
 def sql(
@@ -69,7 +84,7 @@ def sql(
     until: Annotated[
         datetime | None, typer.Option(parser=read_moment, metavar="WHEN", help="Up to then; without it up to now.")
     ] = None,
-    source: Annotated[str | None, typer.Option(metavar="NAME", help="Of this source.")] = None,
+    source: Annotated[str | None, typer.Option(parser=read_name, metavar="NAME", help="Of this source.")] = None,
     run: Annotated[UUID | None, typer.Option(metavar="RUN_ID", help="Of this run.")] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help=f"At most so many rows; a table shows {SHOWN_ROWS} unless told otherwise.")
@@ -78,24 +93,33 @@ def sql(
         Literal["table", "csv", "json", "parquet"], typer.Option("--format", help="json is one object a line.")
     ] = "table",
     into: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="A file, in place of the output.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="CSV for a program: leave texts that a spreadsheet would run as a formula.")
+    ] = False,
     columns: Annotated[bool, typer.Option("--columns", help="What the view's columns mean, in place of rows.")] = False,
 ) -> None:
     """Read a view of schema `report`. What the views are, and queries to start from: docs/sql.md."""
     if name is not None and name not in reports.REPORTS:
         raise SqlWrong(f"there is no view {name!r}; there are {', '.join(reports.REPORTS)}")
+    if since is None and run is None:
+        since = read_moment(SINCE)
+    if since is not None and until is not None and since > until:
+        raise SqlWrong(
+            f"--since, {since:%Y-%m-%d %H:%M}, lies after --until, {until:%Y-%m-%d %H:%M}: give an earlier one"
+        )
+    if raw and form != "csv":
+        raise SqlWrong(f"--raw is for --format csv: {form} has every text as it is")
     with signed_in(settings().need("database_url")) as database, database.connect() as connection:
         if name is None:
             return show(("view", "purpose"), reports.purposes(connection).items())
         if columns:
             return show(("column", "type", "meaning"), reports.columns(connection, name))
-        if since is None and run is None:
-            since = read_moment(SINCE)
         if form == "table" and limit is None:
             limit = SHOWN_ROWS
         try:
             rows = reports.read(connection, name, since=since, until=until, source=source, run_id=run, limit=limit)
             with writing(into, form) as sink:
-                count = WRITERS[form](sink, name, rows)
+                count = (write_raw_csv if raw else WRITERS[form])(sink, name, rows)
         except reports.NotInReport as error:
             raise SqlWrong(str(error)) from None
     if form == "table" and count == limit:
@@ -150,12 +174,26 @@ def write_table(sink: TextIO, name: str, rows: Iterator[Any]) -> int:
 
 
 def write_csv(sink: TextIO, name: str, rows: Iterator[Any]) -> int:
+    """CSV that a spreadsheet may open: no text in it is a formula."""
+    return write_cells(sink, name, ([no_formula(value) for value in values_of(row)] for row in rows))
+
+
+def write_raw_csv(sink: TextIO, name: str, rows: Iterator[Any]) -> int:
+    return write_cells(sink, name, map(values_of, rows))
+
+
+def write_cells(sink: TextIO, name: str, rows: Iterator[Sequence[Any]]) -> int:
     writer, count = csv.writer(sink), 0
     writer.writerow(reports.REPORTS[name].types)
-    for row in rows:
-        writer.writerow(flat(value) for value in values_of(row))
+    for values in rows:
+        writer.writerow(map(flat, values))
         count += 1
     return count
+
+
+def no_formula(value: Any) -> Any:
+    """A text that would begin a formula has a quote before it; a number, also a negative one, stays a number."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
 def write_json(sink: TextIO, name: str, rows: Iterator[Any]) -> int:
@@ -239,8 +277,8 @@ def flat(value: Any) -> Any:
 
 
 def erase(
-    source: Annotated[str, typer.Option(metavar="NAME", help="The source that the ref belongs to.")],
-    ref: Annotated[str, typer.Option(metavar="NAME", help="The producer's own name for the pair.")],
+    source: Annotated[str, typer.Option(parser=read_name, metavar="NAME", help="The source that the ref belongs to.")],
+    ref: Annotated[str, typer.Option(parser=read_name, metavar="NAME", help="The producer's own name for the pair.")],
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Erase what was written about a ref: its texts, picture addresses and attributes. Keys, scores and hashes stay.

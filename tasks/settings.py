@@ -19,6 +19,9 @@ PREFIX = "CONCORD_"
 #: Written by `concord local up`, read by every command that is run in the same folder.
 DEFAULT_ENV_FILE = ".concord/env"
 
+#: What programs need to find others, their files, their language and their clock.
+PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TZ", "TMPDIR")
+
 POSTGRES = "postgresql+psycopg://user:password@host/name"
 REDIS = "redis://:password@host:6379/0"
 REDIS_SCHEMES = ("redis", "rediss", "redis+socket", "sentinel")
@@ -53,7 +56,7 @@ class Settings(BaseSettings):
     s3_region: str | None = Field(None, description="S3 region; unset: the profile's, else us-east-1")
     s3_access_key_id: str | None = Field(None, description="Unset: boto3's own chain (profile, role, environment)")
     s3_secret_access_key: SecretStr | None = Field(None, description="Belongs to the key above")
-    image_threads: int = Field(16, ge=1, description="Images fetched and decoded at a time, a worker process")
+    image_threads: int = Field(16, ge=1, description="Images fetched at a time, a worker process")
     image_timeout_s: float = Field(20, gt=0, description="Seconds for one image, retries included")
     max_image_bytes: int = Field(32_000_000, ge=1, description="Larger objects are rejected unread")
     max_image_pixels: int = Field(100_000_000, ge=1, description="Larger pictures are rejected from their header")
@@ -69,10 +72,15 @@ class Settings(BaseSettings):
 
     max_pairs: int = Field(64, ge=1, le=4096, description="Pairs of a micro-batch")
     max_wait_ms: int = Field(50, ge=0, description="The longest that a lone message waits for company")
-    max_inflight: int = Field(2, ge=1, le=16, description="Batches in work at a time, a worker process")
+    max_inflight: int = Field(
+        4, ge=1, le=16, description="Batches in work at a time, a worker process; one is kept for the live lane"
+    )
     hang_limit_s: float = Field(120, gt=0, description="A batch longer than this in the model ends the worker")
     max_attempts: int = Field(5, ge=1, description="Attempts before a pair is failed")
     retry_delay_s: float = Field(10, ge=0, description="Before the second attempt; doubles with each further one")
+    reuse_days: float = Field(
+        7, ge=0, le=3_650, description="Content that was judged within these days is answered from that; 0: never"
+    )
 
     live_window: int = Field(256, ge=1, description="Messages of the live lane that Redis holds at most")
     bulk_window: int = Field(512, ge=1, description="Messages of the bulk lane that Redis holds at most")
@@ -80,6 +88,10 @@ class Settings(BaseSettings):
     outbox_high_water: int = Field(20_000, ge=1, description="Messages in the outbox from which producers slow down")
 
     catalogs_file: Path | None = Field(None, description="The catalogs that are checked each night: a TOML file")
+    report_dir: Path | None = Field(None, description="A folder that gets the page of each run at its end")
+    report_s3: str | None = Field(
+        None, pattern=r"^s3://[^/]+/", description="s3://bucket/prefix that gets it too, unless a catalog has `results`"
+    )
 
     @field_validator("allowed_buckets", mode="before")
     @classmethod
@@ -139,6 +151,11 @@ def variable(name: str) -> str:
     if not value:
         raise SettingsWrong(f"the environment variable {name}, which the file of catalogs names, is not set")
     return value
+
+
+def passed_on() -> dict[str, str]:
+    """The variables that a program which Concord starts may have: none that could hold a secret of Concord's."""
+    return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
 
 
 @cache

@@ -9,14 +9,17 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cached_property
+from typing import Any
 from uuid import UUID
 
 from sqlalchemy import Engine
 
 from db import verdicts
 from db.batches import BatchRow
+from db.originals import REUSED
 from db.outbox import OutboxRow, Rejected
 from db.verdicts import Settlement, Verdict
 from tasks.settings import Settings
@@ -34,14 +37,14 @@ from worker.messages import (
     clean_string,
     encode,
 )
+from worker.model.checkpoint import Label
 from worker.model.config import Configuration
-from worker.moderator import Judgement, Policy, decide
+from worker.moderator import Judgement, Policy, Prepared, decide
 
 log = logging.getLogger(__name__)
 
 #: Seconds of the longest wait before an attempt.
 MAX_RETRY_DELAY_S = 3_600.0
-CONTENT_HASH_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Case:
     message: Message
     pair: Pair
     picture: Picture | None = None
+    prepared: Prepared | None = None
+    content_hash: bytes | None = None  # tasks/reuse.py
     answer: Judgement | CodedError | None = None
 
 
@@ -86,9 +91,25 @@ class MadeBy:
     weights_sha256: str
     recipe: str
     configuration: Configuration
+    labels: Mapping[str, Label]  # what each of the model's answers means
+
+    @cached_property
+    def digest(self) -> str:
+        """Of all of it but the version, which is the database's own name for it: 32 hexadecimal digits."""
+        parts = [self.weights_sha256, self.recipe, asdict(self.configuration), dict(self.labels)]
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
 def settlement_of(reading: Reading, policies: Mapping[str, Policy], settings: Settings, made_by: MadeBy) -> Settlement:
+    """What one message comes to."""
+    settlement = rows_of(reading, policies, settings, made_by)
+    # What was never handed out before was never tried; of what Celery could not read that is not known.
+    delivery = reading.delivery
+    suspected = delivery.redelivered or delivery.suspect or delivery.request is None
+    return replace(settlement, suspected=True) if suspected else settlement
+
+
+def rows_of(reading: Reading, policies: Mapping[str, Policy], settings: Settings, made_by: MadeBy) -> Settlement:
     """The rows that one message comes to."""
     delivery, message = reading.delivery, reading.message
     if message is None:
@@ -117,13 +138,44 @@ def row_of(case: Case, lane: str, policies: Mapping[str, Policy], made_by: MadeB
     assert pair.id is not None
     assert answer is not None
     flags = [TEXT_REPLACED] if pair.id in message.replaced else []
-    row = Verdict(
+    found: dict[str, Any] = {}
+    if case.picture is not None:
+        decoded = case.picture.decoded
+        flags += decoded.flags
+        found = {
+            "image_sha256": decoded.sha256,
+            "image_etag": case.picture.etag,
+            "image_width": decoded.width,
+            "image_height": decoded.height,
+            "decode_mode": decoded.decode_mode,
+        }
+    if isinstance(answer, CodedError):
+        status = "failed" if isinstance(answer, TryLater) else "rejected"
+        found |= {"error_code": answer.code, "error_detail": answer.detail or None}
+    else:
+        status = "judged"
+        policy = policies[pair.policy]
+        flags += answer.flags
+        found |= {
+            "label": answer.label,
+            "p_entailment": answer.p_entailment,
+            "p_contradiction": answer.p_contradiction,
+            "p_neutral": answer.p_neutral,
+            "answer": answer.answer,
+            "policy_version": policy.version,
+            "decision": decide(policy, answer),
+            "text_scored": answer.text_scored,
+            "premise_scored": answer.premise_scored,
+            "model_version_id": made_by.model_version_id,
+            "content_hash": case.content_hash,
+        }
+    return Verdict(
         submitted_at=message.submitted_at,
         pair_id=pair.id,
         source=message.source,
         message_id=message.message_id,
         lane=lane,
-        status="judged",
+        status=status,
         attempts=message.attempts,
         ref=pair.ref,
         run_id=message.run_id,
@@ -132,55 +184,9 @@ def row_of(case: Case, lane: str, policies: Mapping[str, Policy], made_by: MadeB
         premise=pair.premise,
         attributes=pair.attributes,
         policy=pair.policy,
+        flags=flags,
+        **found,
     )
-    if case.picture is not None:
-        decoded = case.picture.decoded
-        flags += decoded.flags
-        row = replace(
-            row,
-            image_sha256=decoded.sha256,
-            image_etag=case.picture.etag,
-            image_width=decoded.width,
-            image_height=decoded.height,
-            decode_mode=decoded.decode_mode,
-        )
-    if isinstance(answer, CodedError):
-        status = "failed" if isinstance(answer, TryLater) else "rejected"
-        return replace(row, status=status, error_code=answer.code, error_detail=answer.detail or None, flags=flags)
-    policy = policies[pair.policy]
-    return replace(
-        row,
-        label=answer.label,
-        p_entailment=answer.p_entailment,
-        p_contradiction=answer.p_contradiction,
-        p_neutral=answer.p_neutral,
-        answer=answer.answer,
-        policy_version=policy.version,
-        decision=decide(policy, answer),
-        flags=[*flags, *answer.flags],
-        text_scored=answer.text_scored,
-        premise_scored=answer.premise_scored,
-        model_version_id=made_by.model_version_id,
-        content_hash=content_hash(case, answer, made_by),
-    )
-
-
-def content_hash(case: Case, answer: Judgement, made_by: MadeBy) -> bytes:
-    """16 bytes over all that the scores depend on: equal content under an equal model scores equally."""
-    assert case.picture is not None
-    configuration = made_by.configuration
-    parts = [
-        case.picture.decoded.sha256.hex(),
-        case.picture.decoded.decode_mode,
-        answer.text_scored,
-        answer.premise_scored,
-        made_by.weights_sha256,
-        made_by.recipe,
-        configuration.plain_prompt,
-        configuration.premise_prompt,
-        configuration.patch_image_size,
-    ]
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=CONTENT_HASH_BYTES).digest()
 
 
 def refused_row(delivery: Delivery, message: Message, refused: RefusedPair) -> Verdict:
@@ -324,6 +330,7 @@ def measurement_of(
         tokens=sum(answer.tokens for answer in judged),
         padded_tokens=sum(answer.padded_tokens for answer in judged),
         pictures=len({case.picture.decoded.sha256 for case in cases if case.picture}),
+        reused=sum(REUSED in answer.flags for answer in judged),
     )
 
 

@@ -110,7 +110,9 @@ def write_once(engine: Engine, settlements: Sequence[Settlement], measured: Batc
     )
     with engine.begin() as connection:
         verdicts.settle(connection, whole)
-        suspects.forget(connection, [*(key[0] for key in whole.done), *(row.message_id for row in whole.retries)])
+        if suspected := [one for one in settlements if one.suspected]:
+            settled = [message_id for one in suspected for message_id, _ in one.done]
+            suspects.forget(connection, [*settled, *(row.message_id for one in suspected for row in one.retries)])
         if measured is not None:
             batches.record(connection, replace(measured, write_s=time.monotonic() - started))
 

@@ -211,6 +211,26 @@ def test_a_message_that_is_taken_alone_waits_for_those_in_work_and_nothing_runs_
     assert not buffers.is_alone
 
 
+def test_a_lane_is_popped_while_less_than_a_batch_waits_in_it_whatever_the_other_holds() -> None:
+    buffers = lanes(max_pairs=4, max_inflight=2)
+    assert buffers.is_open("bulk")
+    fill(buffers, "bulk", [3])
+    assert buffers.is_open("bulk")
+    fill(buffers, "bulk", [9])
+    assert not buffers.is_open("bulk")
+    assert buffers.is_open("live")
+    assert buffers.take(0.0) == ("bulk", ["bulk 0", "bulk 0"])
+    assert buffers.is_open("bulk")
+
+
+def test_no_lane_is_popped_while_a_message_waits_to_be_judged_alone() -> None:
+    buffers = lanes(max_pairs=4)
+    buffers.add("bulk", "suspect", 1, 0.0, alone=True)
+    assert not buffers.is_open("live")
+    assert buffers.take(0.0) == ("bulk", ["suspect"])
+    assert buffers.is_open("live")
+
+
 def test_what_waits_is_known_and_can_be_forgotten() -> None:
     buffers = lanes()
     buffers.add("bulk", "suspect", 4, 0.0, alone=True)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import UUID, uuid4
@@ -32,7 +33,7 @@ database = emptied_database
 COMMANDS = (
     "quantize", "compare", "tune", "score", "submit", "verdict", "status",
     "dead list", "dead show", "dead redrive", "dead drop",
-    "sql", "erase", "chaos",
+    "sql", "report", "erase", "chaos", "bench",
     "nightly start", "nightly status", "nightly watch", "nightly cancel", "nightly resume", "nightly check",
     "db upgrade", "db maintain", "local up", "local down", "local status", "local psql", "weights fetch",
 )  # fmt: skip
@@ -292,7 +293,7 @@ def test_control_c_while_waiting_for_workers_keeps_what_was_accepted(
 def test_waiting_ends_with_a_summary_and_with_status_1_when_a_pair_was_rejected(
     concord: Concord, line: Engine, pairs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.cli.time.sleep", lambda seconds: settle_all(line))
+    monkeypatch.setattr("tasks.submit_cli.time.sleep", lambda seconds: settle_all(line))
     ran = concord("submit", pairs, "--wait")
     assert ran.status == 1
     assert "0 of 3 pairs judged" in ran.out
@@ -307,7 +308,8 @@ def test_waiting_ends_with_status_0_when_every_pair_was_judged(
             connection, name="mini", revision="1", recipe="fp32", weights_sha256="", prompt="", image_px=64, answers={}
         )
     judged = {"status": "judged", "error_code": None, "label": "neutral", "decision": "accept", "policy": "catalog"}
-    monkeypatch.setattr("tasks.cli.time.sleep", lambda seconds: settle_all(line, **judged, model_version_id=model))
+    settle = partial(settle_all, line, **judged, model_version_id=model)
+    monkeypatch.setattr("tasks.submit_cli.time.sleep", lambda seconds: settle())
     ran = concord("submit", pairs, "--wait")
     assert ran.status == 0
     assert "3 of 3 pairs judged" in ran.out

@@ -17,8 +17,10 @@ import psycopg
 import pytest
 import typer
 
+from db.originals import REUSED
 from tasks import cli
-from tasks.settings import PREFIX, Settings
+from tasks.nightly_word import OF_THE_NIGHT
+from tasks.settings import PASSED_ON, PREFIX, Settings
 from tests.conftest import Database
 from worker.decode_image import decode
 from worker.errors import ErrorCode
@@ -111,9 +113,14 @@ def test_every_setting_is_explained_with_its_default() -> None:
 
 
 def test_no_paper_names_a_setting_that_is_gone() -> None:
-    known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields} | {f"{PREFIX}ENV_FILE"}
+    known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields} | {f"{PREFIX}ENV_FILE", *OF_THE_NIGHT}
     named = {name for path in PAPERS for name in re.findall(r"CONCORD_[A-Z0-9_]*[A-Z0-9]", path.read_text())}
     assert named - known == set()
+
+
+def test_what_a_nights_command_is_given_is_explained() -> None:
+    paper = sections("docs/nightly.md")["In the morning"]
+    assert [name for name in (*PASSED_ON, *OF_THE_NIGHT) if f"`{name}`" not in paper] == []
 
 
 def test_every_error_code_is_explained_once() -> None:
@@ -123,7 +130,7 @@ def test_every_error_code_is_explained_once() -> None:
 
 def test_every_flag_status_label_and_policy_is_explained() -> None:
     paper = read("docs/submitting.md")
-    words = {TEXT_CUT, OFF_LANGUAGE, TEXT_REPLACED, FIRST_FRAME, "judged", "rejected", "failed"}
+    words = {TEXT_CUT, OFF_LANGUAGE, TEXT_REPLACED, FIRST_FRAME, REUSED, "judged", "rejected", "failed"}
     words |= {"entailment", "contradiction", "neutral", *SHIPPED_POLICIES}
     assert [word for word in sorted(words) if f"| `{word}` |" not in paper] == []
     assert FIRST_FRAME in Path(decode.__code__.co_filename).read_text()

@@ -3,20 +3,23 @@
 import sys
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from uuid import UUID, uuid4, uuid5
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, event, text
 
 from db import suspects
 from db.engine import make_engine
 from db.outbox import OutboxRow
 from db.verdicts import Settlement
 from tasks.lone import LONE_TRIES, judge_alone
-from tasks.settling import Case
+from tasks.settings import Settings
+from tasks.settling import Case, MadeBy, Reading, settlement_of
 from tasks.storing import write
 from tests.conftest import Database
+from worker.delivery import Delivery
 from worker.errors import DeviceLost, ErrorCode, GivenUp, Hold, PairRejected
 from worker.messages import Message, Pair
 
@@ -136,11 +139,32 @@ def test_a_message_that_is_settled_is_under_no_suspicion(engine: Engine, settled
         assert workers.deliver(each) is None
     assert len(counted(engine)) == 3
     if settled == "done":
-        settlement = Settlement(done=[(one.message_id, 0)])
+        settlement = Settlement(done=[(one.message_id, 0)], suspected=True)
     else:
-        settlement = Settlement(retries=[OutboxRow(one.message_id, "live", {}, attempts=1)])
+        settlement = Settlement(retries=[OutboxRow(one.message_id, "live", {}, attempts=1)], suspected=True)
     write(engine, [settlement, Settlement()], lambda: False)
     assert counted(engine) == {uuid5(other.message_id, "whole"): 1}
+
+
+@pytest.mark.parametrize(
+    ("marks", "suspected"),
+    [({}, False), ({"redelivered": True}, True), ({"suspect": True}, True), ({"request": None}, True)],
+    ids=["the first time", "delivered before", "a suspect", "none of Celery's"],
+)
+def test_tries_are_looked_for_only_where_there_can_be_some(marks: dict[str, Any], suspected: bool) -> None:
+    delivery = Delivery(SimpleNamespace(headers={}), "live", **{"request": cast(Any, object()), **marks})
+    one = message(2)
+    reading = Reading(delivery, one, cases=[Case(one, pair, answer=JUDGED) for pair in one.pairs])
+    settings = Settings(_env_file=None)  # type: ignore[call-arg]
+    assert settlement_of(reading, {}, settings, cast(MadeBy, None)).suspected == suspected
+
+
+def test_a_batch_of_messages_that_come_for_the_first_time_leaves_the_table_of_suspects_alone(engine: Engine) -> None:
+    asked: list[str] = []
+    event.listen(engine, "before_cursor_execute", lambda *what: asked.append(what[2]))
+    write(engine, [Settlement(done=[(uuid4(), 0)]), Settlement(retries=[])], lambda: False)
+    assert asked
+    assert not [statement for statement in asked if "suspect" in statement]
 
 
 def test_a_worker_that_is_told_to_stop_judges_no_further_pair_alone(engine: Engine) -> None:

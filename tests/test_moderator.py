@@ -159,6 +159,24 @@ def test_a_pair_on_which_the_model_fails_fails_alone(monkeypatch: pytest.MonkeyP
     assert_same(judgements(results), expected[:4] + expected[5:])
 
 
+def test_a_pair_that_cannot_be_made_ready_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    moderator, asked = Moderator(loaded(), "cpu"), questions()[:5]
+    expected = judgements(moderator.judge(asked))
+    asked[2] = replace(asked[2], image=Image.new("L", (8, 8)), image_key=b"its own")
+
+    def convert(image: Image.Image, mode: str) -> Image.Image:
+        raise MemoryError("no room for it")
+
+    monkeypatch.setattr(Image.Image, "convert", convert)
+
+    results = moderator.judge(asked)
+
+    failed = results.pop(2)
+    assert isinstance(failed, TryLater)
+    assert (failed.code, failed.detail) == (ErrorCode.MODEL_FAILED, "MemoryError: no room for it")
+    assert_same(judgements(results), expected[:2] + expected[3:])
+
+
 def test_scores_that_are_not_numbers_fail_the_pair_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     moderator = Moderator(loaded(), "cpu")
     trunk = moderator.model.trunk

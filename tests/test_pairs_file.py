@@ -1,6 +1,9 @@
 """Files of pairs: what is read of them, and that a run that was cut short submits nothing twice."""
 
+import itertools
 import json
+import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,9 +15,11 @@ from sqlalchemy import Engine, text
 from db import runs
 from db.engine import make_engine
 from db.runs import Run
+from db.verdicts import count_into_runs
 from tasks import pairs_file
 from tasks.high_water import HighWater
-from tasks.pairs_file import FileWrong, Row, begin, noting, once, read_rows, submit_file
+from tasks.pairs_file import LeftOut, PairsFile, begin, noting, once, read_rows, run_again, run_of, submit_file
+from tasks.pairs_formats import FileWrong, Row
 from tests.conftest import Database
 from tests.shared import emptied_database
 from worker.errors import ErrorCode, PairRejected
@@ -128,7 +133,7 @@ def test_a_file_that_cannot_be_read_is_refused_with_its_name(tmp_path: Path, eng
 
 
 def test_an_id_that_stands_twice_in_a_file_is_one_pair() -> None:
-    unreadable: list[PairRejected] = []
+    left_out = LeftOut()
     rows: list[Row] = [
         {"id": ID},
         {"id": None},
@@ -138,9 +143,9 @@ def test_an_id_that_stands_twice_in_a_file_is_one_pair() -> None:
         {"id": "sku"},
         {"id": 5},
     ]
-    kept = list(noting(once(iter(rows)), unreadable))
+    kept = list(noting(once(iter(rows)), left_out))
     assert [row for row in kept if not isinstance(row, PairRejected)] == [row for n, row in enumerate(rows) if n != 2]
-    assert [row.code for row in unreadable] == [ErrorCode.DUPLICATE_ID]
+    assert [row.code for row in left_out.first] == [ErrorCode.DUPLICATE_ID]
 
 
 @pytest.fixture
@@ -207,6 +212,21 @@ def test_another_file_lane_or_day_is_another_run(tmp_path: Path, engine: Engine,
     assert start(engine, path, **change).id != first.id
 
 
+def test_again_makes_another_run_each_time_but_goes_on_with_one_that_was_cut_short(
+    tmp_path: Path, engine: Engine, small_commits: None
+) -> None:
+    path, found = pairs_in(tmp_path, 9), []
+    for taken in (1, 99, 99):
+        with PairsFile(path) as file:
+            run = run_again(engine, file, lane="bulk", source="default")
+            batches = submit_file(engine, run, file.rows())
+            assert sum(accepted for _, accepted in zip(range(taken), batches, strict=False))
+        found.append(run.id)
+    assert found[0] == found[1] != found[2]
+    assert start(engine, path).id not in found
+    assert [one["ref"] for one in submitted(engine)] == [f"sku-{n}" for n in range(9) for _ in range(2)]
+
+
 def test_two_calls_at_once_do_not_count_a_pair_twice(tmp_path: Path, engine: Engine, small_commits: None) -> None:
     path = pairs_in(tmp_path, 9)
     one = submit_file(engine, start(engine, path), read_rows(path))
@@ -222,9 +242,9 @@ def test_lines_that_are_no_pairs_are_left_out_and_ids_that_were_given_are_kept(t
     good = {"image": "s3://shop/1.jpg", "text": "a red shoe"}
     lines = [json.dumps({**good, "ref": "sku-0"}), "no pair", json.dumps({**good, "ref": "sku-1", "id": ID})]
     path = write(tmp_path, "pairs.jsonl", "\n".join(lines))
-    unreadable: list[PairRejected] = []
-    assert list(submit_file(engine, start(engine, path), noting(read_rows(path), unreadable))) == [2]
-    assert len(unreadable) == 1
+    left_out = LeftOut()
+    assert list(submit_file(engine, start(engine, path), noting(read_rows(path), left_out))) == [2]
+    assert left_out.count == 1
     first, second = submitted(engine)
     assert UUID(first["id"]).version == 5
     assert second["id"] == ID
@@ -233,19 +253,21 @@ def test_lines_that_are_no_pairs_are_left_out_and_ids_that_were_given_are_kept(t
 def test_a_file_that_was_submitted_before_still_says_which_lines_are_no_pairs(tmp_path: Path, engine: Engine) -> None:
     path = write(tmp_path, "pairs.jsonl", '{"image": "s3://shop/1.jpg", "text": "a red shoe"}\nno pair')
     for accepted in ([1], []):
-        unreadable: list[PairRejected] = []
-        assert list(submit_file(engine, start(engine, path), noting(read_rows(path), unreadable))) == accepted
-        assert [row.detail.split(" is ")[0] for row in unreadable] == ["line 2"]
+        left_out = LeftOut()
+        assert list(submit_file(engine, start(engine, path), noting(read_rows(path), left_out))) == accepted
+        assert [row.detail.split(" is ")[0] for row in left_out.first] == ["line 2"]
 
 
-@pytest.mark.parametrize("name", ["pairs.txt", "pairs", "pairs.json", "pairs.jsonl.gz"])
+@pytest.mark.parametrize(
+    "name", ["pairs.txt", "pairs", "pairs.json", "pairs.gz", "pairs.parquet.gz", "pairs.jsonl.zst", ".jsonl"]
+)
 def test_a_file_of_another_kind_is_refused_with_the_kinds_that_are_read(
     tmp_path: Path, engine: Engine, name: str
 ) -> None:
     path = write(tmp_path, name, "{}")
-    with pytest.raises(FileWrong, match=r"\.jsonl .* or \.csv, and not compressed"):
+    with pytest.raises(FileWrong, match=r"\.jsonl .* or \.csv, .* or \.parquet"):
         list(read_rows(path))
-    with pytest.raises(FileWrong, match=r"\.jsonl .* or \.csv, and not compressed"):
+    with pytest.raises(FileWrong, match=r"\.jsonl .* or \.csv, .* or \.parquet"):
         start(engine, path)
 
 
@@ -296,3 +318,162 @@ def test_an_empty_file_is_a_run_that_is_done(tmp_path: Path, engine: Engine) -> 
     run = start(engine, path)
     assert list(submit_file(engine, run, read_rows(path))) == []
     assert state(engine, run).state == "done"
+
+
+def test_no_message_and_no_commit_is_longer_than_its_limit_and_one_pair_alone_may_be(
+    tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairs_file, "MAX_MESSAGE_CHARS", 1_000)
+    monkeypatch.setattr(pairs_file, "MAX_COMMIT_CHARS", 2_000)
+    lengths = [300, 300, 300, 5_000, 10, 10, 900, 900, 300]
+    rows: list[Row] = [{"ref": f"sku-{n}", "image": "", "text": "x" * length} for n, length in enumerate(lengths)]
+    path = write(tmp_path, "pairs.jsonl", "")
+    assert list(submit_file(engine, start(engine, path), rows)) == [3, 1, 4, 1]
+    with engine.connect() as connection:
+        bodies = [json.loads(body) for body in connection.execute(text("select body from outbox")).scalars()]
+    texts = sorted(sorted(len(pair["text"]) for pair in body["pairs"]) for body in bodies)
+    assert texts == [[10, 10, 900], [300], [300, 300, 300], [900], [5_000]]
+    assert [pair["ref"] for pair in submitted(engine)] == [f"sku-{n}" for n in range(9)]
+
+
+def test_an_id_that_stands_twice_far_apart_is_one_pair_also_where_the_run_was_cut_short_between(
+    tmp_path: Path, engine: Engine, small_commits: None
+) -> None:
+    lines = [json.dumps({"ref": f"sku-{n}", "image": "s3://shop/1.jpg", "text": "x"}) for n in range(1, 9)]
+    twice = [
+        json.dumps({"id": one, "ref": "sku-0", "image": "s3://shop/1.jpg", "text": "x"}) for one in (ID, ID.upper())
+    ]
+    path = write(tmp_path, "pairs.jsonl", "\n".join([twice[0], *lines, twice[1]]))
+    for taken in (1, None):
+        left_out = LeftOut()
+        with PairsFile(path) as file:
+            run = run_of(engine, file, lane="bulk", source="default")
+            batches = submit_file(engine, run, noting(once(file.rows(), file.where), left_out))
+            assert sum(accepted for _, accepted in zip(range(taken or 99), batches, strict=False)) == (
+                4 if taken else 5
+            )
+    assert [row.detail.split(" is ")[0] for row in left_out.first] == ["line 10"]
+    assert ID in left_out.first[0].detail
+    assert (state(engine, run).planned, len({pair["id"] for pair in submitted(engine)})) == (9, 9)
+
+
+def test_of_many_lines_that_are_no_pairs_the_first_are_kept_and_all_are_counted() -> None:
+    left_out = LeftOut()
+    rows = [PairRejected(ErrorCode.INVALID_PAIR, f"line {n}") for n in range(10_000)]
+    assert sum(1 for _ in noting(rows, left_out)) == left_out.count == 10_000
+    assert [row.detail for row in left_out.first] == [f"line {n}" for n in range(5)]
+
+
+def test_a_file_of_broken_lines_alone_is_a_run_that_is_done(tmp_path: Path, engine: Engine) -> None:
+    path = write(tmp_path, "pairs.jsonl", "no pair\n" * 5_000)
+    run = start(engine, path)
+    assert list(submit_file(engine, run, read_rows(path))) == []
+    assert (state(engine, run).state, state(engine, run).planned) == ("done", 0)
+
+
+# ---- Files that break off or are changed -----------------------------------------------------------------------------
+
+
+def settle_everything(engine: Engine, run: Run) -> None:
+    """Play the worker: all that was accepted of the run is judged."""
+    with engine.begin() as connection:
+        connection.execute(text("delete from outbox"))
+        pairs = runs.read(connection, run.id).planned
+        count_into_runs(connection, {run.id: Counter(judged=pairs)})
+
+
+@pytest.mark.parametrize("settled", ["before", "after"])
+def test_a_file_that_breaks_off_is_accepted_up_to_there_and_its_run_ends(
+    tmp_path: Path, engine: Engine, small_commits: None, settled: str
+) -> None:
+    rows = [f"s3://shop/1.jpg,shoe {n},sku-{n}" for n in range(7)]
+    path = write(tmp_path, "pairs.csv", "\n".join(["image,text,ref", *rows, 's3://shop/1.jpg,"a"b,sku-7', *rows]))
+    run = start(engine, path)
+    batches = submit_file(engine, run, read_rows(path))
+    assert [next(batches), next(batches)] == [4, 3]
+    if settled == "before":
+        settle_everything(engine, run)
+    with pytest.raises(FileWrong, match="line 9 is not CSV"):
+        next(batches)
+    if settled == "after":
+        assert [pair["ref"] for pair in submitted(engine)] == [f"sku-{n}" for n in range(7)]
+        settle_everything(engine, run)
+    assert (state(engine, run).state, state(engine, run).planned) == ("done", 7)
+    with pytest.raises(FileWrong, match="line 9 is not CSV"):
+        list(submit_file(engine, start(engine, path), read_rows(path)))
+    assert (state(engine, run).state, state(engine, run).planned) == ("done", 7)
+    assert submitted(engine) == []
+
+
+def test_a_file_that_could_not_be_read_on_and_then_can_is_submitted_to_its_end(
+    tmp_path: Path, engine: Engine, small_commits: None
+) -> None:
+    path = pairs_in(tmp_path, 11)
+
+    def failing() -> Iterator[Row]:
+        yield from itertools.islice(read_rows(path), 6)
+        raise FileWrong("it breaks off after line 6: the disk fails")
+
+    run = start(engine, path)
+    with pytest.raises(FileWrong, match="the disk fails"):
+        list(submit_file(engine, run, failing()))
+    settle_everything(engine, run)
+    assert (state(engine, run).state, state(engine, run).planned) == ("done", 6)
+    with engine.begin() as connection:
+        (short,) = runs.without_page(connection)
+        runs.note_page(connection, short, "s3://pages/of-6-pairs.html")
+        assert runs.without_page(connection) == []
+    assert list(submit_file(engine, start(engine, path), read_rows(path))) == [4, 1]
+    assert [pair["ref"] for pair in submitted(engine)] == [f"sku-{n}" for n in range(6, 11)]
+    assert state(engine, run).state == "running"
+    with engine.begin() as connection:
+        count_into_runs(connection, {run.id: Counter(judged=5)})
+    assert state(engine, run).state == "done"
+    with engine.begin() as connection:
+        runs.note_page(connection, short, "s3://pages/of-6-pairs.html")
+        assert [due.id for due in runs.without_page(connection)] == [run.id], "its page would be that of 6 pairs"
+
+
+@pytest.mark.parametrize("change", ["longer", "other"])
+def test_a_file_that_is_changed_meanwhile_is_noticed_before_anything_new_is_accepted(
+    tmp_path: Path, engine: Engine, small_commits: None, change: str
+) -> None:
+    path = pairs_in(tmp_path, 11)
+    whole = path.read_bytes()
+    with PairsFile(path) as file:
+        run = run_of(engine, file, lane="bulk", source="default")
+        batches = submit_file(engine, run, file.rows(), check=file.check)
+        assert next(batches) == 4
+        path.write_bytes(whole + whole if change == "longer" else whole.replace(b"shoe", b"boot"))
+        os.utime(path, ns=(0, 0))  # Where a clock stands still between two writes, it is not told from its moment.
+        with pytest.raises(FileWrong, match=r"pairs\.jsonl was changed while it was read"):
+            next(batches)
+    settle_everything(engine, run)
+    assert (state(engine, run).state, state(engine, run).planned) == ("done", 4)
+    assert start(engine, path).id != run.id
+    path.write_bytes(whole)
+    assert sum(submit_file(engine, start(engine, path), read_rows(path))) == 7
+    assert [pair["text"] for pair in submitted(engine)] == [f"shoe {n}" for n in range(4, 11)]
+
+
+def test_a_file_that_is_changed_after_its_last_commit_is_noticed_too(tmp_path: Path, engine: Engine) -> None:
+    path = pairs_in(tmp_path, 3)
+    with PairsFile(path) as file:
+        batches = submit_file(engine, start(engine, path), file.rows(), check=file.check)
+        assert next(batches) == 3
+        os.utime(path, ns=(0, 0))
+        with pytest.raises(FileWrong, match="was changed"):
+            next(batches)
+
+
+def test_a_file_whose_name_goes_to_another_is_read_as_it_was(
+    tmp_path: Path, engine: Engine, small_commits: None
+) -> None:
+    path = pairs_in(tmp_path, 11)
+    with PairsFile(path) as file:
+        run = run_of(engine, file, lane="bulk", source="default")
+        batches = submit_file(engine, run, file.rows(), check=file.check)
+        assert next(batches) == 4
+        write(tmp_path, "new.jsonl", "no pair").replace(path)
+        assert list(batches) == [4, 3]
+    assert state(engine, run).planned == 11

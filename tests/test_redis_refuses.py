@@ -14,7 +14,7 @@ from db import outbox
 from db.outbox import OutboxRow
 from infra.local.redis import Redis
 from tasks.relay import SEARCH_EVERY_S, Relay
-from tasks.submit import Pair, engine, redis_errors, submit, uuid7
+from tasks.submit import Pair, engine, publish, redis_errors, submit, uuid7
 from tests.conftest import Database
 from tests.redis_server import REFUSALS, Refusing, redis_server
 from tests.shared import emptied_database
@@ -131,6 +131,47 @@ def test_live_pairs_that_could_not_be_published_come_into_the_window_one_by_one(
         connection.execute(text("delete from outbox where published_at is not null"))
     relay.turn()
     assert sorted(queued(own_redis)) == ids[WINDOW:]
+
+
+#: Of bodies that Redis has room for a part of.
+LONG, ROOM = 50_000, 1_000_000
+
+
+def test_what_redis_takes_in_the_middle_of_a_batch_stays_published_and_the_rest_is_due_again(
+    own_redis: Redis, relay: Relay
+) -> None:
+    relay.windows["live"] = 100
+    ids = sorted(str(row.message_id) for row in accept_long(40))
+    with redis.Redis.from_url(own_redis.url()) as client:
+        client.config_set("maxmemory", client.info("memory")["used_memory"] + ROOM)
+        for _ in range(3):
+            with pytest.raises(redis_errors()):
+                relay.turn()
+        taken = queued(own_redis)
+        assert 0 < len(taken) < len(ids)
+        published = {str(row["message_id"]) for row in rows() if row["published_at"]}
+        assert published == set(taken)
+        assert sorted(taken) == sorted(set(taken)), "each once, however often the relay has tried"
+        client.config_set("maxmemory", 0)
+    relay.turn()
+    assert sorted(queued(own_redis)) == ids
+    assert {row["publishes"] for row in rows()} == {1}
+
+
+def test_an_error_of_a_batch_quotes_nobody(own_redis: Redis, relay: Relay) -> None:
+    (row,) = accept_long(1)
+    for how in REFUSALS:
+        with Refusing(own_redis, how), pytest.raises(redis_errors()) as caught:
+            publish([row, row])
+        assert len(str(caught.value)) < 200
+        assert "LPUSH" not in str(caught.value)
+
+
+def accept_long(number: int) -> list[OutboxRow]:
+    messages = [OutboxRow(uuid7(), "live", {"pairs": ["x" * LONG]}) for _ in range(number)]
+    with engine().begin() as connection:
+        outbox.add(connection, messages)
+    return messages
 
 
 class Answer(socketserver.StreamRequestHandler):

@@ -1,6 +1,7 @@
 """The relay: one at a time, within Redis's window, and what Redis lost is published again, but never by age alone."""
 
 import json
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -13,8 +14,9 @@ from sqlalchemy import text
 from db import outbox
 from db.outbox import OutboxRow
 from tasks import relay as module
+from tasks import submit
 from tasks.app import app
-from tasks.relay import READ_ALL_EVERY_S, SEARCH_EVERY_S, Relay, task_ids
+from tasks.relay import READ_ALL_EVERY_S, SEARCH_EVERY_S, Relay, pause_after, task_ids
 from tasks.submit import publish
 from tests.conftest import Database
 from tests.shared import emptied_database
@@ -183,6 +185,89 @@ def test_more_than_one_claims_worth_is_published_in_a_turn(
     accept(relay, 5, "bulk")
     relay.turn()
     assert len(queued(redis_url, "bulk")) == 5
+
+
+def test_a_lane_whose_window_is_emptied_all_the_time_does_not_keep_the_other_waiting(
+    relay: Relay, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CLAIM_LIMIT", 1)
+    monkeypatch.setattr(module, "queue_length", lambda lane: 0)
+    accept(relay, 3 * WINDOW, "live")
+    accept(relay, 1, "bulk")
+    assert relay.turn() == 1.0
+    assert (len(queued(redis_url, "live")), len(queued(redis_url, "bulk"))) == (WINDOW, 1)
+
+
+@pytest.mark.parametrize(
+    ("share", "pauses"),
+    [(1.0, [0.2, 0.1, 0.05, 0.025, 0.02, 0.02]), (0.3, [0.4, 0.4]), (0.0, [0.5, 0.5])],
+    ids=["a whole window is gone", "a part of it", "nothing"],
+)
+def test_the_faster_a_window_is_emptied_the_sooner_the_next_turn_and_never_at_once(
+    share: float, pauses: list[float]
+) -> None:
+    pause = 0.4
+    for expected in pauses:
+        pause = pause_after(share, pause, poll_s=0.5)
+        assert pause == expected
+
+
+def test_after_an_error_the_pause_is_that_of_any_turn() -> None:
+    for share in (0.0, 0.3, 1.0):
+        assert pause_after(share, module.BACK_OFF_S, poll_s=0.5) == 0.5
+    assert pause_after(1.0, 0.01, poll_s=0.01) == 0.01, "whoever wants turns more often gets them"
+
+
+def test_a_turn_tells_how_much_of_a_window_it_filled(relay: Relay) -> None:
+    assert relay.turn() == 0.0
+    accept(relay, 1, "bulk")
+    accept(relay, 2, "live")
+    assert relay.turn() == 2 / WINDOW
+
+
+def test_where_nothing_is_due_nothing_is_handed_over(relay: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "publish", lambda rows: pytest.fail("nothing is handed over"))
+    assert relay.turn() == 0.0
+
+
+def test_a_message_that_cannot_be_published_is_recorded_and_its_neighbours_are_published(
+    relay: Relay, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    relay.windows["live"] = 10
+    ids = sorted(accept(relay, 7))
+    culprit = ids[3]
+    send = submit.send
+
+    def picky(row: OutboxRow, producer: Any) -> None:
+        if row.message_id == culprit:
+            raise ValueError("no message can be made of it")
+        send(row, producer)
+
+    monkeypatch.setattr(submit, "send", picky)
+    relay.turn()
+    assert set(queued(redis_url)) == set(ids) - {culprit}
+    (recorded,) = sql(relay, "select * from rejected_message")
+    assert (recorded.message_id, recorded.error_code) == (culprit, "invalid_message")
+    assert (recorded.body, recorded.error_detail) == (
+        b'{"pairs": []}', "cannot be published: no message can be made of it",
+    )  # fmt: skip
+    assert len(publishes(relay)) == len(ids) - 1
+
+
+def test_however_deep_a_body_is_nested_its_message_is_published_or_recorded(relay: Relay, redis_url: str) -> None:
+    depths = range(sys.getrecursionlimit() - 200, sys.getrecursionlimit() + 10, 3)
+    relay.windows["bulk"] = len(depths)
+    rows = {uuid4(): f'{{"pairs": {"[" * depth}{"]" * depth}}}'.encode() for depth in depths}
+    with relay.engine.begin() as connection:
+        outbox.add(connection, [OutboxRow(message_id, "bulk", {}) for message_id in rows])
+        for message_id, body in rows.items():
+            parameters = {"body": body, "message_id": message_id}
+            connection.execute(text("update outbox set body = :body where message_id = :message_id"), parameters)
+    relay.turn()
+    recorded = {row.message_id: row.body for row in sql(relay, "select message_id, body from rejected_message")}
+    assert recorded
+    assert all(body == rows[message_id] for message_id, body in recorded.items())
+    assert set(queued(redis_url, "bulk")) == rows.keys() - recorded.keys()
 
 
 def test_what_was_claimed_but_never_published_is_found_missing_twice_and_published(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow
 import pytest
@@ -19,7 +20,7 @@ from db import verdicts
 from db.reports import REPORTS
 from db.verdicts import Settlement
 from tasks import cli
-from tasks.reports import arrow_type, read_moment
+from tasks.reports import arrow_type, read_moment, write_csv
 from tests.conftest import Database
 from tests.db import rows
 from tests.shared import emptied_database
@@ -151,6 +152,54 @@ def test_csv_reads_back_as_what_was_written(concord: Concord, judged: None) -> N
     assert row["premise"] == ""
 
 
+#: What a spreadsheet runs, at the beginning of a cell.
+FORMULAS = [f"{sign}1+1|' /C calc'!A0" for sign in "=+-@\t\r\n\uff1d\uff0b\uff0d\uff20"]
+
+
+@pytest.fixture
+def hostile(owner: Engine) -> None:
+    """A pair for each formula, which stands in every text that a producer writes."""
+    model, now = rows.model(owner), datetime.now(UTC) - timedelta(minutes=1)
+    pairs = [
+        rows.judged(model, number, submitted_at=now, ref=f"{number}", source=one, text=one, premise=one, image=one,
+                    attributes={one: one}, text_scored=one)
+        for number, one in enumerate([*FORMULAS, "'=1", "a=1", " =1", "1"])
+    ]  # fmt: skip
+    with owner.begin() as connection:
+        verdicts.settle(connection, Settlement(verdicts=pairs))
+
+
+@pytest.mark.parametrize("name", ["verdicts", "daily_labels", "defect_rate"])
+def test_no_cell_of_a_csv_begins_a_formula(concord: Concord, hostile: None, name: str) -> None:
+    written = list(csv.DictReader(io.StringIO(concord("sql", name, "--format", "csv").out, newline="")))
+    cells = [(column, cell) for row in written for column, cell in row.items()]
+    assert {cell for column, cell in cells if column == "source"} == {
+        *(f"'{one}" for one in FORMULAS), "'=1", "a=1", " =1", "1",
+    }  # fmt: skip
+    assert [cell for _, cell in cells if cell.startswith(tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20"))] == []
+
+
+def test_raw_leaves_them_as_they_are(concord: Concord, hostile: None, tmp_path: Path) -> None:
+    file = tmp_path / "out.csv"
+    assert concord("sql", "verdicts", "--format", "csv", "--raw", "--out", file).status == 0
+    with file.open(encoding="utf-8", newline="") as lines:
+        assert {row["text"] for row in csv.DictReader(lines)} >= set(FORMULAS)
+
+
+def test_a_number_below_zero_is_no_formula() -> None:
+    sink, row = io.StringIO(), dict.fromkeys(REPORTS["score_histogram"].types)
+    write_csv(
+        sink, "score_histogram", iter([SimpleNamespace(**{**row, "source": "-5", "from_score": -0.5, "pairs": -5})])
+    )
+    (read,) = csv.DictReader(io.StringIO(sink.getvalue()))
+    assert (read["source"], read["from_score"], read["pairs"]) == ("'-5", "-0.5", "-5")
+
+
+def test_raw_is_refused_where_nothing_would_be_quoted(concord: Concord) -> None:
+    refused = concord("sql", "verdicts", "--raw", "--format", "json")
+    assert (refused.status, "--raw is for --format csv" in refused.err) == (2, True)
+
+
 def test_json_has_numbers_objects_and_nulls(concord: Concord, judged: None) -> None:
     row = json.loads(concord("sql", "mismatches", "--format", "json").out)
     assert (row["p_trouble"], row["attributes"], row["premise"], row["flags"]) == (
@@ -203,6 +252,42 @@ def test_a_moment_is_utc_unless_it_says_otherwise() -> None:
 def test_what_is_no_moment_is_refused(written: str) -> None:
     with pytest.raises(typer.BadParameter, match="is no moment"):
         read_moment(written)
+
+
+#: As far out as a moment can be written, from either side of Greenwich.
+ENDS_OF_TIME = ("0001-01-01", "0001-01-01T00:00+05:00", "9999-12-31", "9999-12-31T23:59-05:00", "9999w", "2999-01-01")
+
+
+@pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.parametrize("option", ["--since", "--until"])
+def test_a_moment_at_the_end_of_time_is_answered(concord: Concord, name: str, option: str) -> None:
+    for moment in ENDS_OF_TIME:
+        other = ("--since", "0001-01-01") if option == "--until" else ()
+        asked = concord("sql", name, *other, option, moment, "--format", "json")
+        assert asked.status == 0, asked.err
+
+
+def test_what_is_before_all_or_after_all_is_in_the_range(concord: Concord, judged: None) -> None:
+    assert sorted(refs(concord("sql", "mismatches", "--since", "0001-01-01", "--format", "json"))) == ["new", "old"]
+    both = ("--since", "0001-01-01T00:00+05:00", "--until", "9999-12-31T23:59-05:00")
+    assert sorted(refs(concord("sql", "mismatches", *both, "--format", "json"))) == ["new", "old"]
+    assert refs(concord("sql", "mismatches", "--since", "2999-01-01", "--format", "json")) == []
+    assert refs(concord("sql", "mismatches", "--since", "1d", "--until", "1d", "--format", "json")) == []
+
+
+@pytest.mark.parametrize("range_", [("--since", "1d", "--until", "2d"), ("--until", "2001-01-01")])
+def test_a_range_that_ends_before_it_begins_is_refused(concord: Concord, range_: tuple[str, ...]) -> None:
+    refused = concord("sql", "mismatches", *range_)
+    assert (refused.status, "lies after --until" in refused.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "arguments", [("sql", "verdicts", "--source"), ("erase", "--yes", "--ref", "x", "--source"),
+                  ("erase", "--yes", "--source", "x", "--ref")],
+)  # fmt: skip
+def test_a_name_that_is_no_text_is_refused(concord: Concord, arguments: tuple[str, ...]) -> None:
+    refused = concord(*arguments, "\udcff")
+    assert (refused.status, "is not UTF-8" in refused.err) == (2, True)
 
 
 def test_erase_says_what_it_did_by_table(concord: Concord, judged: None, owner: Engine) -> None:

@@ -23,7 +23,7 @@ def test_without_anything_set_there_is_a_default_for_all_but_the_servers() -> No
         chosen = settings()
     assert (chosen.database_url, chosen.broker_url, chosen.s3_secret_access_key) == (None, None, None)
     assert chosen.allowed_buckets == ()
-    assert (chosen.max_pairs, chosen.max_wait_ms, chosen.max_inflight) == (64, 50, 2)
+    assert (chosen.max_pairs, chosen.max_wait_ms, chosen.max_inflight) == (64, 50, 4)
 
 
 def test_every_setting_says_what_it_does() -> None:

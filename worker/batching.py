@@ -29,6 +29,7 @@ from worker.delivery import NOT_CARRIED_OUT, Delivery, read_delivery, withdrawn
 from worker.endings import end_device_lost, end_hung, is_stopping
 from worker.errors import DeviceLost, Hold
 from worker.lanes import Lanes
+from worker.popping import OpenLanes
 
 log = logging.getLogger(__name__)
 
@@ -87,10 +88,6 @@ class Batch:
         finally:
             self.seconds[stage] += time.monotonic() - started
 
-    @property
-    def weight(self) -> int:
-        return sum(delivery.weight for delivery in self.deliveries)
-
     def split(self) -> list["Batch"]:
         """Its messages, each as a batch of its own under the same watch."""
         return [replace(self, deliveries=[delivery], seconds=defaultdict(float)) for delivery in self.deliveries]
@@ -110,13 +107,12 @@ class Deliveries:
         self.lanes: Lanes[Delivery] = Lanes(
             names, max_pairs=task.max_pairs, max_wait_s=task.max_wait_s, max_inflight=task.max_inflight
         )
-        self.held_pairs = 0
         self.batches = batches
         for batch in batches.values():
             self.lanes.inflight[batch.lane] += 1
             self.lanes.is_alone |= batch.alone
-            self.held_pairs += batch.weight
         self.closed = False
+        self.popping: OpenLanes | None = None
         self.wake_entry: Any = None
         self.touch_entry = consumer.timer.call_repeatedly(TOUCH_EVERY_S, self.touch)
 
@@ -132,21 +128,21 @@ class Deliveries:
 
     def add(self, delivery: Delivery) -> None:
         self.gate(delivery.message.channel)
-        if delivery.lane not in self.lanes.buffers:
-            delivery.lane = next(reversed(self.lanes.buffers))
+        delivery.lane = self.lane_of(delivery.lane)
         if delivery.request is not None:
             worker_state.task_reserved(delivery.request)
-        self.held_pairs += delivery.weight
         self.lanes.add(delivery.lane, delivery, delivery.weight, time.monotonic(), alone=delivery.suspect)
         self.pump()
 
+    def lane_of(self, queue: str) -> str:
+        """What comes by another queue is not urgent."""
+        return queue if queue in self.lanes.buffers else next(reversed(self.lanes.buffers))
+
     def gate(self, channel: Any) -> None:
-        """Stop popping while enough PAIRS are held: Celery's prefetch counts messages, of 1 to 256 pairs each."""
-        qos = channel.qos
-        if getattr(qos, "gated_by", None) is not self:
-            qos.gated_by = self
-            can_consume, limit = qos.can_consume, self.task.max_pairs * (self.task.max_inflight + 1)
-            qos.can_consume = lambda: not self.closed and self.held_pairs < limit and can_consume()
+        """Pop a lane while it has room for PAIRS: Celery's prefetch counts messages, of 1 to 256 pairs each."""
+        if self.popping is not channel._queue_cycle:
+            self.popping = channel._queue_cycle
+            self.popping.gate(channel, lambda queue: not self.closed and self.lanes.is_open(self.lane_of(queue)))
 
     def pump(self) -> None:
         """Start every batch that is due and has a slot, then sleep until the next is."""
@@ -156,6 +152,8 @@ class Deliveries:
                 delivery.withdrawn = withdrawn(delivery.request)
             self.batches[id(batch)] = batch
             self.consumer.pool.apply_async(self.task.run, (batch, self.consumer), callback=lambda _: None)
+        if self.popping is not None and not self.closed and not is_stopping():
+            self.popping.reopen()
         if self.wake_entry is not None:
             self.wake_entry.cancel()
             self.wake_entry = None
@@ -173,7 +171,6 @@ class Deliveries:
         """
         self.batches.pop(id(batch), None)
         self.lanes.done(batch.lane)
-        self.held_pairs -= batch.weight
         given_back = [delivery for delivery in batch.deliveries if delivery not in settled]
         try:
             acknowledge(settled, self.consumer)
@@ -258,7 +255,7 @@ class MicroBatchTask(Task):
     lanes: Sequence[str] = ("live", "bulk")
     max_pairs = 64
     max_wait_s = 0.05
-    max_inflight = 2
+    max_inflight = 4
     hang_limit_s = 120.0
 
     _deliveries: Deliveries | None = None

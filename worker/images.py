@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -97,7 +97,7 @@ class ImageStore:
         endpoint_url: of an S3 other than AWS's; `http://` only on loopback unless `allow_http`.
         access_key_id, secret_access_key: fixed keys; without them boto3's chain is asked (environment, profile,
             role), and asked again as keys rotate.
-        threads: how many objects are read at a time.
+        threads: how many objects are read at a time, and as many more that are urgent.
         timeout_s: one fetch ends within this time, whatever S3 does: one attempt may take half of it, and the
             last one starts in the first half.
         max_bytes: larger objects are refused unread.
@@ -125,7 +125,13 @@ class ImageStore:
         self._stores = {
             bucket: _open_bucket(bucket, endpoint_url, region, credentials, timeout_s) for bucket in allowed_buckets
         }
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="images")
+        self._closed = False
+        self._threads = threads
+        # What is urgent has threads of its own: it does not stand in line behind batches of a slow bucket.
+        self._pools = {
+            urgent: ThreadPoolExecutor(threads, thread_name_prefix="urgent-images" if urgent else "images")
+            for urgent in (True, False)
+        }
 
     def __enter__(self) -> Self:
         return self
@@ -135,15 +141,33 @@ class ImageStore:
 
     def close(self) -> None:
         """Start no more fetches and wait for those that run."""
-        self._pool.shutdown(cancel_futures=True)
+        self._closed = True
+        for pool in self._pools.values():
+            pool.shutdown(cancel_futures=True)
 
-    def load_all(self, uris: Iterable[str], read: Callable[[Fetched], T]) -> dict[str, T | CodedError]:
+    def load_all(
+        self, uris: Iterable[str], read: Callable[[Fetched], T], *, urgent: bool = False
+    ) -> dict[str, T | CodedError]:
         """Fetch many and make something of each on the same threads: by address, what `read` made or what was raised.
 
-        An address that is named twice is read once. `read` may raise CodedError.
+        An address that is named twice is read once. `read` may raise CodedError. Nothing that is not urgent keeps what
+        is urgent waiting.
         """
-        futures = {uri: self._pool.submit(self._load, uri, read) for uri in dict.fromkeys(uris)}
-        return {uri: future.result() for uri, future in futures.items()}
+        distinct = list(dict.fromkeys(uris))
+        loaded: dict[str, T | CodedError] = {}
+        # Threads take the next address themselves from one iterator, which the interpreter's lock guards: a future for
+        # each would cost a tenth of what a small GET does.
+        waiting = iter(distinct)
+
+        def load_some() -> None:
+            for uri in waiting:
+                if self._closed:
+                    raise CancelledError
+                loaded[uri] = self._load(uri, read)
+
+        for done in [self._pools[urgent].submit(load_some) for _ in range(min(self._threads, len(distinct)))]:
+            done.result()
+        return {uri: loaded[uri] for uri in distinct}
 
     def fetch(self, location: Location) -> Fetched:
         """Read one object.
@@ -190,7 +214,8 @@ class ImageStore:
 
     def _read(self, store: S3Store, key: str) -> Fetched:
         result = obstore.get(store, key)
-        size = result.meta["size"]
+        meta = result.meta  # made anew each time that it is asked for
+        size = meta["size"]
         if size == 0:
             raise PairRejected(ErrorCode.IMAGE_EMPTY, "the object has no bytes")
         if size > self._max_bytes:  # Dropping the result closes the connection: the body is never read.
@@ -199,7 +224,7 @@ class ImageStore:
         data = bytes(next(iter(result.stream(min_chunk_size=size + 1)), b""))
         if len(data) != size:
             raise TryLater(ErrorCode.IMAGE_FETCH_FAILED, f"S3 announced {size} bytes and sent {len(data)} or more")
-        return Fetched(data, (result.meta["e_tag"] or "").strip('"')[:MAX_ETAG_CHARS])
+        return Fetched(data, (meta["e_tag"] or "").strip('"')[:MAX_ETAG_CHARS])
 
 
 def _credentials(

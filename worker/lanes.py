@@ -38,6 +38,10 @@ class Lanes(Generic[T]):
         self.buffers[lane].append((item, pairs, now))
         self.pairs[lane] += pairs
 
+    def is_open(self, lane: str) -> bool:
+        """Whether more messages of this lane are wanted: while less than a batch of them waits, and none for all."""
+        return not self.alone and self.pairs[lane] < self.max_pairs
+
     def is_due(self, lane: str, now: float) -> bool:
         buffer = self.buffers[lane]
         return bool(buffer) and (self.pairs[lane] >= self.max_pairs or now >= buffer[0][2] + self.max_wait_s)

@@ -206,16 +206,18 @@ def read_pairs(envelope: Envelope) -> Message:
     duplicates: list[RefusedPair] = []
     replaced = set(envelope.replaced)
     for position, raw in enumerate(envelope.pairs):
-        pair_id = uuid5(envelope.message_id, str(position))
+        pair_id = None
         try:
-            pair_id = read_id(raw, pair_id)
+            pair_id = read_id(raw) or id_at(envelope, position)
             if pair_id in pairs or pair_id in refused:
                 raise PairRejected(ErrorCode.DUPLICATE_ID, f"{pair_id} stands twice in this message")
             cleaned = clean(raw)
-            pairs[pair_id] = read_pair(cleaned).model_copy(update={"id": pair_id})
+            pair = read_pair(cleaned)
+            pairs[pair_id] = pair if pair.id == pair_id else pair.model_copy(update={"id": pair_id})
             if cleaned != raw:
                 replaced.add(pair_id)
         except PairRejected as error:
+            pair_id = pair_id or id_at(envelope, position)
             it = describe(pair_id, error, raw)
             if pair_id in pairs or pair_id in refused:
                 duplicates.append(it)
@@ -235,11 +237,16 @@ def read_pairs(envelope: Envelope) -> Message:
     )
 
 
-def read_id(raw: object, default: UUID) -> UUID:
-    """The pair's own id, or the one that follows from its place in the message."""
+def id_at(envelope: Envelope, position: int) -> UUID:
+    """The id that follows from a pair's place in its message."""
+    return uuid5(envelope.message_id, str(position))
+
+
+def read_id(raw: object) -> UUID | None:
+    """The pair's own id, if it has one. Raises PairRejected where that is none."""
     given = raw.get("id") if isinstance(raw, Mapping) else None
     if given is None:
-        return default
+        return None
     try:
         return UUID(given)
     except (ValueError, AttributeError, TypeError):
@@ -308,7 +315,7 @@ def as_uuid(value: object) -> UUID | None:
 
 def clean_string(value: Any) -> Any:
     """NUL and lone surrogates become U+FFFD; anything but a string is returned as it is."""
-    if not isinstance(value, str):
+    if not isinstance(value, str) or (value.isascii() and "\0" not in value):
         return value
     return value.replace("\0", REPLACEMENT).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 

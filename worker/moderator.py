@@ -19,7 +19,15 @@ from worker.model.checkpoint import Checkpoint, Label
 from worker.model.config import Configuration
 from worker.model.decode import score
 from worker.model.ofa import OFA
-from worker.model.preprocess import OFF_LANGUAGE, Prompt, make_pixels, make_prompt, pad, padded_length
+from worker.model.preprocess import (
+    OFF_LANGUAGE,
+    Prompt,
+    make_prompt,
+    make_square,
+    normalised,
+    pad,
+    padded_length,
+)
 
 log = logging.getLogger(__name__)
 
@@ -93,13 +101,31 @@ def decide(policy: Policy, judgement: Judgement) -> Decision:
     return "review" if OFF_LANGUAGE in judgement.flags else "accept"
 
 
-@dataclass(frozen=True)
-class Item:
-    """A question that is ready for the model, and where its judgement goes."""
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A question that is ready for the device; `square` is the picture as (S, S, 3) uint8, shared by those of a batch
+    that show the same one.
+    """
 
-    place: int
     question: Question
     prompt: Prompt
+    square: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """What is judged, and where its judgement goes."""
+
+    place: int
+    prepared: Prepared
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        return self.prepared.prompt.ids
+
+    @property
+    def image_key(self) -> bytes:
+        return self.prepared.question.image_key
 
 
 @dataclass
@@ -136,21 +162,39 @@ class Moderator:
         self._longest = checkpoint.configuration.max_src_length + 2
 
     def judge(self, questions: Sequence[Question]) -> list[Judgement | CodedError]:
-        """Judge a batch: one judgement a question, in order, or the error that stands in its place.
+        """`prepare` and `score` in one: one judgement a question, in order, or the error that stands in its place."""
+        prepared = self.prepare(questions)
+        scored = iter(self.score([one for one in prepared if isinstance(one, Prepared)]))
+        return [next(scored) if isinstance(one, Prepared) else one for one in prepared]
 
-        A text without anything to score is PairRejected; a pair on which the model itself fails is TryLater with
-        MODEL_FAILED. Raises DeviceLost, and nothing else but what ends the process.
+    def prepare(self, questions: Sequence[Question]) -> list[Prepared | CodedError]:
+        """What a batch needs no device for: prompts and pixels, in order, any number of batches at a time.
+
+        A text without anything to score is PairRejected instead, and what fails otherwise TryLater with MODEL_FAILED.
         """
-        results: list[Judgement | CodedError | None] = [None] * len(questions)
-        items = []
-        for place, question in enumerate(questions):
+        configuration, squares = self.checkpoint.configuration, dict[bytes, Tensor]()
+        results = list[Prepared | CodedError]()
+        for one in questions:
             try:
-                prompt = make_prompt(
-                    question.text, question.premise, self.checkpoint.tokenizer, self.checkpoint.configuration
-                )
-                items.append(Item(place, question, prompt))
+                prompt = make_prompt(one.text, one.premise, self.checkpoint.tokenizer, configuration)
+                if one.image_key not in squares:
+                    squares[one.image_key] = make_square(one.image, configuration)
+                results.append(Prepared(one, prompt, squares[one.image_key]))
             except PairRejected as error:
-                results[place] = error
+                results.append(error)
+            except Exception as error:
+                # Memory that ran out, for example: no reason to keep its neighbours from their verdicts.
+                results.append(failure_of(error))
+        return results
+
+    def score(self, prepared: Sequence[Prepared]) -> list[Judgement | CodedError]:
+        """Judge a batch on the device, one batch at a time: one judgement each, in order.
+
+        A pair on which the model fails is TryLater with MODEL_FAILED. Raises DeviceLost, and nothing else but what ends
+        the process.
+        """
+        results: list[Judgement | CodedError | None] = [None] * len(prepared)
+        items = [Item(place, one) for place, one in enumerate(prepared)]
         features = Features(self.model, self.checkpoint.configuration, items, self._pictures)
         for slice_ in self._slices(items):
             for item, result in zip(slice_, self._judge_or_halve(slice_, features), strict=True):
@@ -174,7 +218,7 @@ class Moderator:
         One is cut after the other was judged, so that a ceiling which that one found holds for this one.
         """
         slice_: list[Item] = []
-        for item in sorted(items, key=lambda item: (len(item.prompt.ids), item.place)):
+        for item in sorted(items, key=lambda item: (len(item.ids), item.place)):
             if slice_ and len(slice_) >= self._pairs.at(self._length([item])):
                 yield slice_
                 slice_ = []
@@ -188,7 +232,7 @@ class Moderator:
             return list(self._judge_slice(slice_, features))
         except Exception as error:
             # Whatever it was, it was the model's on this slice: each pair gets its chance without the others.
-            failure = TryLater(ErrorCode.MODEL_FAILED, f"{type(error).__name__}: {error}"[:500])
+            failure = failure_of(error)
             out_of_memory = isinstance(error, torch.OutOfMemoryError)
         if not out_of_memory and not self._device_answers():
             # After an illegal access, for example, every call of this process fails, whoever's pair it is.
@@ -214,14 +258,16 @@ class Moderator:
 
     @torch.inference_mode()
     def _judge_slice(self, slice_: Sequence[Item], features: "Features") -> list[Judgement]:
-        prompts = [item.prompt.ids for item in slice_]
+        prompts = [item.ids for item in slice_]
         ids = pad(prompts, self.checkpoint.tokenizer.pad, self._longest).to(self.device)  # (B, L)
         memory = self.model.encode(ids, features.of(slice_))
         probs = score(self.model, ids, memory, self.checkpoint.answers).probs.double().cpu()  # (B, A)
         if not probs.isfinite().all():
             raise FloatingPointError("the model's scores are not numbers")
         padded = ids.shape[1]
-        return [self._judgement(item.prompt, row.tolist(), padded) for item, row in zip(slice_, probs, strict=True)]
+        return [
+            self._judgement(item.prepared.prompt, row.tolist(), padded) for item, row in zip(slice_, probs, strict=True)
+        ]
 
     def _judgement(self, prompt: Prompt, probs: list[float], padded: int) -> Judgement:
         names, labels = self.checkpoint.answers.names, self.checkpoint.labels
@@ -243,7 +289,11 @@ class Moderator:
 
     def _length(self, slice_: Sequence[Item]) -> int:
         """The tokens to which the slice's prompts are padded."""
-        return padded_length(max(len(item.prompt.ids) for item in slice_), self._longest)
+        return padded_length(max(len(item.ids) for item in slice_), self._longest)
+
+
+def failure_of(error: Exception) -> TryLater:
+    return TryLater(ErrorCode.MODEL_FAILED, f"{type(error).__name__}: {error}"[:500])
 
 
 class Features:
@@ -251,27 +301,27 @@ class Features:
 
     def __init__(self, model: OFA, configuration: Configuration, items: Sequence[Item], ceiling: Ceiling) -> None:
         self._model, self._configuration, self._ceiling = model, configuration, ceiling
-        self._uses = Counter(item.question.image_key for item in items)
+        self._uses = Counter(item.image_key for item in items)
         self._kept: dict[bytes, Tensor] = {}
 
     def of(self, slice_: Sequence[Item]) -> Tensor:
         """Features of the slice's pictures in its order: (B, 1024, h, w)."""
-        images = {item.question.image_key: item.question.image for item in slice_}
-        found = {key: self._kept[key] for key in images if key in self._kept}
-        missing = [key for key in images if key not in found]
+        squares = {item.image_key: item.prepared.square for item in slice_}
+        found = {key: self._kept[key] for key in squares if key in self._kept}
+        missing = [key for key in squares if key not in found]
         if missing:
-            found.update(zip(missing, self._look([images[key] for key in missing]), strict=True))
-        here = Counter(item.question.image_key for item in slice_)
+            found.update(zip(missing, self._look([squares[key] for key in missing]), strict=True))
+        here = Counter(item.image_key for item in slice_)
         for key in missing:
             # Features are large (3.7 MB for OFA-large in float32): kept only where other slices need them.
             if self._uses[key] > here[key]:
                 self._kept[key] = found[key].clone()
-        return torch.stack([found[item.question.image_key] for item in slice_])
+        return torch.stack([found[item.image_key] for item in slice_])
 
-    def _look(self, images: Sequence[Image.Image]) -> list[Tensor]:
+    def _look(self, squares: Sequence[Tensor]) -> list[Tensor]:
         """Features of distinct pictures, (1024, h, w) each, as many at once as fit."""
         side, found = self._configuration.patch_image_size, list[Tensor]()
-        while waiting := images[len(found) : len(found) + self._ceiling.at(side)]:
+        while waiting := squares[len(found) : len(found) + self._ceiling.at(side)]:
             try:
                 found.extend(self._trunk(waiting))
                 continue
@@ -282,7 +332,10 @@ class Features:
             self._ceiling.ran_out(side, len(waiting))
         return found
 
-    def _trunk(self, images: Sequence[Image.Image]) -> Tensor:
-        pixels = torch.stack([make_pixels(image, self._configuration) for image in images])  # (N, 3, S, S)
+    def _trunk(self, squares: Sequence[Tensor]) -> Tensor:
         weight = self._model.encoder.image_proj.weight
-        return self._model.trunk(pixels.to(weight.device, weight.dtype))  # (N, 1024, h, w)
+        stacked = torch.stack(list(squares))  # (N, S, S, 3) uint8: a quarter of what float32 would carry to the device
+        if weight.is_cuda:
+            stacked = stacked.pin_memory()
+        pixels = normalised(stacked.to(weight.device, non_blocking=True), self._configuration)
+        return self._model.trunk(pixels.to(weight.dtype))  # (N, 1024, h, w)

@@ -1,5 +1,6 @@
 """Migrations: one at a time, never waiting long for a lock, never by two processes at once."""
 
+import time
 from pathlib import Path
 
 from alembic import command
@@ -11,6 +12,8 @@ from sqlalchemy.engine import make_url
 ADVISORY_LOCK = 0x434F4E43
 #: A migration that cannot have its lock gives up and leaves the queue of readers behind it free.
 LOCK_TIMEOUT_S = 5
+#: Another upgrade runs: whether it has ended is asked this often.
+ASK_AGAIN_S = 0.1
 STATEMENT_TIMEOUT_S = 600
 
 
@@ -32,9 +35,9 @@ def upgrade(owner_url: str, worker_url: str | None = None) -> str:
     try:
         with engine.connect() as connection:
             connection.execute(text(f"set statement_timeout = '{STATEMENT_TIMEOUT_S}s'"))
-            connection.execute(text("select pg_advisory_lock(:key)"), {"key": ADVISORY_LOCK})
             connection.execute(text(f"set lock_timeout = '{LOCK_TIMEOUT_S}s'"))
             connection.commit()
+            take_turn(connection)
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
             connection.commit()
@@ -44,6 +47,18 @@ def upgrade(owner_url: str, worker_url: str | None = None) -> str:
             return version
     finally:
         engine.dispose()
+
+
+def take_turn(connection: Connection) -> None:
+    """Wait until no other upgrade runs, and keep others waiting for as long as the connection lives.
+
+    By asking again, in transactions of their own: one that stood open would be waited for by an index that the other
+    upgrade builds concurrently, and both would wait for ever.
+    """
+    while not connection.execute(text("select pg_try_advisory_lock(:key)"), {"key": ADVISORY_LOCK}).scalar_one():
+        connection.rollback()
+        time.sleep(ASK_AGAIN_S)
+    connection.commit()
 
 
 def grant_worker(connection: Connection, owner_url: str, worker_url: str | None) -> None:

@@ -48,5 +48,5 @@ comment on column report.run_summary.review is 'Judged pairs that a person shoul
 comment on column report.run_summary.reject is 'Judged pairs that the policy rejects; not those of the column `rejected`.';
 comment on column report.run_summary.seconds is 'From its beginning to its end, or until now.';
 comment on column report.run_summary.pairs_per_s is 'Settled pairs a second over that time.';
-comment on column report.run_summary.reused is 'Nightly: items that had not changed and whose last verdict stands.';
+comment on column report.run_summary.reused is 'Nightly: items that had not changed and whose last verdict stands: they have no verdict in this run. The flag reused is another matter.';
 comment on column report.run_summary.skipped is 'Nightly: lines or rows of the source that name no item, or one that stood before.';

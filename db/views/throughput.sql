@@ -6,7 +6,7 @@
 create view report.throughput as
 select h.hour, b.lane, b.workers, b.batches, b.messages, b.pairs, b.judged, b.reused,
        b.pairs / extract(epoch from least(h.next_hour, now()) - h.hour)::double precision as pairs_per_s,
-       b.judged / nullif(b.model_s, 0) as judged_per_model_s,
+       (b.judged - b.reused) / nullif(b.model_s, 0) as judged_per_model_s,
        b.pairs::double precision / b.batches as batch_mean, b.batch_p50, b.batch_max,
        1 - b.tokens::double precision / nullif(b.padded_tokens, 0) as padding,
        b.pictures, b.model_s
@@ -30,9 +30,9 @@ comment on column report.throughput.batches is 'How many batches.';
 comment on column report.throughput.messages is 'How many messages were in them.';
 comment on column report.throughput.pairs is 'How many pairs were settled.';
 comment on column report.throughput.judged is 'How many of them have a label.';
-comment on column report.throughput.reused is 'How many of them took an earlier verdict of the same content.';
+comment on column report.throughput.reused is 'How many of them took the scores of another verdict of the same content (the flag reused).';
 comment on column report.throughput.pairs_per_s is 'Pairs settled a second, over the whole hour or, of the present one, so far.';
-comment on column report.throughput.judged_per_model_s is 'Pairs judged a second that the model ran.';
+comment on column report.throughput.judged_per_model_s is 'Pairs that the model judged, a second that it ran.';
 comment on column report.throughput.batch_mean is 'Pairs a batch.';
 comment on column report.throughput.batch_p50 is 'Half of the batches are larger.';
 comment on column report.throughput.batch_max is 'The largest.';

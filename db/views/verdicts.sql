@@ -42,7 +42,7 @@ comment on column report.verdicts.p_trouble is 'The probability that the policy 
 comment on column report.verdicts.mismatch is 'The label is the one that the policy watches for: contradiction where the text should hold, entailment where it should not.';
 comment on column report.verdicts.error_code is 'Why the pair was not judged, in a word that never changes.';
 comment on column report.verdicts.error_detail is 'The same in a sentence.';
-comment on column report.verdicts.flags is 'What a reader should know: text_cut, text_replaced, off_language, first_frame, erased ...';
+comment on column report.verdicts.flags is 'What a reader should know: text_cut, text_replaced, off_language, first_frame, reused (the scores are those of another verdict of the same content), erased ...';
 comment on column report.verdicts.text_scored is 'The text as the model read it; null once erased.';
 comment on column report.verdicts.premise_scored is 'The premise as the model read it.';
 comment on column report.verdicts.model_version_id is 'Stands for model, revision, recipe, weights, prompt and input size.';

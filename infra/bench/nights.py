@@ -93,6 +93,8 @@ def measure(stack: Stack, addresses: Addresses, items: int, folder: Path, again:
     catalogs.write_text(CATALOGS)
     own = {name: value for name, value in os.environ.items() if not name.startswith("CONCORD_")}
     own |= {**addresses.environment(), "CONCORD_MODEL_DIR": str(WEIGHTS), "CONCORD_CATALOGS_FILE": str(catalogs)}
+    # The items are few contents under many refs: each is judged, as those of a shop would be.
+    own |= {"CONCORD_REUSE_DAYS": "0"}
     own |= {"CONCORD_ENV_FILE": "", "CONCORD_TORCH_THREADS": os.environ.get("CONCORD_TORCH_THREADS", "0")}
     memory = Memory()
     memory.start()

@@ -58,6 +58,11 @@ QUESTIONS: Mapping[str, str] = {
     " and old_submitted_at >= :since and old_submitted_at < :until"
     " group by old_label, new_label",
     "score_histogram": "select * from report.score_histogram where day >= :since and day < :until",
+    "runs": "select * from report.runs where submitted_at >= :since and submitted_at < :until",
+    "models": "select * from report.models",
+    "policies": "select * from report.policies",
+    "batches": "select worker, count(*) from report.batches where settled_at >= :since and settled_at < :until"
+    " group by worker",
     "verdicts": "select source, status, count(*) from report.verdicts"
     " where submitted_at >= :since and submitted_at < :until group by source, status",
 }

@@ -6,6 +6,8 @@ from typing import Any
 
 from infra.bench.verdict_years import VERDICTS_A_REF
 
+#: A load average at the start above this is not the benchmark's own.
+IDLE_LOAD = 1.0
 #: Values that stand in the page as they are.
 SAID = (
     "command", "date", "commit", "cpu", "cores", "postgres", "shared_buffers", "python", "load", "load_at_end",
@@ -21,7 +23,7 @@ One question a view, as it stands in `infra/bench/reports.py`.
 
 {date}, commit {commit}. {cpu}, {cores} cores; Postgres {postgres} as `concord local` starts it, with
 {shared_buffers} of shared buffers; Python {python}. The load average was {load} at the start and {load_at_end} at the
-end: other work ran beside.
+end{beside}.
 
 ## Every view, one day and 30 days
 
@@ -57,6 +59,7 @@ def page(result: Mapping[str, Any]) -> str:
         gigabytes=result["filled"]["bytes"] / 1e9,
         seconds=result["filled"]["seconds"],
         again=VERDICTS_A_REF,
+        beside=": other work ran beside" if result["load"] > IDLE_LOAD else "",
         questions="\n".join(map(question, result["asked"])),
         many_rows=result["filled"]["rows"] // 12,
         few_rows=result["few_rows"] // 12,

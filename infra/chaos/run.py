@@ -14,6 +14,7 @@ from rich.table import Table
 from sqlalchemy import text
 from sqlalchemy.exc import SQLAlchemyError
 
+from db.outbox import LANES
 from infra.chaos import books
 from infra.chaos.books import Books, Footprint
 from infra.chaos.faults import Faults
@@ -38,9 +39,10 @@ MANY_KILLS, WANTED_MID_BATCH = 10, 5
 #: Nothing has been on its way for this long: what one process has just taken from another is seen by then.
 QUIET_FOR_S = 10.0
 POLL_S = 0.25
-#: What a message of a run holds; a worker stops taking messages when it holds enough, and the last may overshoot.
+#: What a message of a run holds. A batch, and what waits in a lane for the next one, is that much more than what is one
+#: pair short of enough.
 LARGEST_MESSAGE = 64
-HELD_PAIRS = (MAX_INFLIGHT + 1) * MAX_PAIRS - 1 + LARGEST_MESSAGE
+HELD_PAIRS = (MAX_INFLIGHT + len(LANES)) * (MAX_PAIRS - 1 + LARGEST_MESSAGE)
 #: How far above the start memory and connections may be in the end, for each worker where it is theirs: a pool fills up
 #: with use, and torch's own memory grows a little with the shapes that it has seen.
 MORE_CONNECTIONS, MORE_REDIS_CONNECTIONS, MORE_REDIS_MB, MORE_WORKER_MB = 2, 3, 8.0, 96.0

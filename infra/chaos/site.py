@@ -27,8 +27,8 @@ from infra.local import Stack
 from worker.errors import ConcordError
 
 #: Small batches, small windows, short delays: there are many batches to die in, and a recovery is not measured as the
-#: length of a queue or as the wait for an attempt.
-MAX_PAIRS, MAX_INFLIGHT = 16, 2
+#: length of a queue or as the wait for an attempt. Every pair is judged, whatever was judged before.
+MAX_PAIRS, MAX_INFLIGHT = 16, 3
 SETTINGS = {
     "MODEL_DIR": str(DEMO_MODEL / "awq-int4"),
     "DEVICE": "cpu",
@@ -39,6 +39,7 @@ SETTINGS = {
     "BULK_WINDOW": 16,
     "RELAY_POLL_MS": 200,
     "RETRY_DELAY_S": 2,
+    "REUSE_DAYS": 0,
 }
 #: Pairs that each worker judges before the first fault, so that memory is compared with one that has worked.
 WARM_UP_PAIRS = 192

@@ -1,7 +1,8 @@
 """Erasing a ref: what the producer wrote is gone from wherever it lies, what identifies and counts stays."""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from uuid import UUID, uuid4, uuid5
@@ -11,7 +12,7 @@ from sqlalchemy import Connection, Engine, create_engine, text
 
 from db import outbox, runs, verdicts
 from db.engine import make_engine
-from db.erasure import ERASED, GOES, GOES_WHOLE, erase
+from db.erasure import ERASED, GOES, GOES_WHOLE, erase, names
 from db.outbox import OutboxRow, Rejected
 from db.tables import METADATA
 from db.verdicts import Settlement, Verdict
@@ -199,8 +200,11 @@ def test_a_message_that_another_transaction_holds_is_not_waited_for(owner: Engin
     assert (done.rows["outbox"], done.in_work) == (0, 1)
 
 
-@pytest.mark.parametrize("body", [b"not json, but \"sku-1\"", b'{"pairs": 5, "ref": "sku-1"}', b'{"source": "shop", '
-                                  b'"submitted_at": "never", "pairs": [{"ref": "sku-1"}]}'])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [b'not json, but "ref": "sku-1"', b'{"pairs": 5, "ref": "sku-1"}',
+     b'{"source": "shop", "submitted_at": "never", "pairs": [{"ref": "sku-1"}]}'],
+)  # fmt: skip
 def test_messages_that_nobody_can_read_are_counted_and_left_to_the_relay(connection: Connection, body: bytes) -> None:
     unpublished(connection, message())
     connection.execute(text("update outbox set body = :body"), {"body": body})
@@ -232,6 +236,117 @@ def test_rejected_messages_that_name_the_ref_or_its_pair_lose_their_bodies(
     assert {row["error_detail"] for row in emptied} == {ERASED}
     assert all(row["digest"] == before[row["id"]]["digest"] for row in after)
     assert len(emptied) == len(after) - 1
+
+
+#: Refs that are words of every message, parts of each other, signs of LIKE and of regular expressions, and what JSON
+#: writes in more than one way.
+REFS = ["text", "id", "ref", "image", "sku-1", "sku-10", "sku-", "1", "s%u_1", "a.*", "%", 'say "x"', "back\\slash",
+        "\\u0041", "a/b", "it's", "Größe", "日本", "\U0001f45f", "<b>&", "tab\there", "x\x7fy", " "]  # fmt: skip
+
+
+def envelope(*pairs: Any, **fields: Any) -> dict[str, Any]:
+    return {"v": 1, "source": "shop", "submitted_at": "never", **fields, "pairs": list(pairs)}
+
+
+def plainly(made: Any) -> bytes:
+    return json.dumps(made, ensure_ascii=False).encode()
+
+
+def as_php_does(made: Any) -> bytes:
+    return json.dumps(made).replace("/", "\\/").encode()
+
+
+def in_capitals(made: Any) -> bytes:
+    """As .NET and Go do: what could stand in a page of HTML is escaped too, in capital hexadecimals."""
+    written = "".join(f"\\u{ord(sign):04X}" if sign in "<>&'+" else sign for sign in json.dumps(made))
+    return re.sub(
+        r"(?<!\\)(\\\\)*\\u[0-9a-f]{4}", lambda found: found[0][:-4] + found[0][-4:].upper(), written
+    ).encode()
+
+
+SPELLINGS: dict[str, Callable[[Any], bytes]] = {
+    "json": lambda made: json.dumps(made).encode(),
+    "plain": plainly,
+    "php": as_php_does,
+    "capitals": in_capitals,
+    "utf-16": lambda made: json.dumps(made).encode("utf-16"),
+    "twice": lambda made: json.dumps(json.dumps(made)).encode(),
+    "celery": lambda made: json.dumps([[made], {}, {"chain": None}]).encode(),
+    "cut": lambda made: json.dumps(made).encode()[:-1],
+    "cut, plain": lambda made: plainly(made)[:-1],
+    "repr": lambda made: repr(made).encode(),
+    "latin-1": lambda made: json.dumps(made, ensure_ascii=False).encode("latin-1", "replace"),
+}
+
+
+CANNOT_BE_SPELT = {("latin-1", "日本"), ("latin-1", "\U0001f45f"), ("repr", "x\x7fy")}
+
+
+def rejected(connection: Connection, *bodies: bytes, **fields: Any) -> None:
+    outbox.record_rejected(connection, [Rejected("live", "invalid_message", "why", body, **fields) for body in bodies])
+
+
+def kept(connection: Connection) -> list[bytes]:
+    return sorted(bytes(row["body"]) for row in rows.all_of(connection, "rejected_message") if row["body"])
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_a_rejected_message_is_emptied_for_the_refs_that_it_names_and_no_other(
+    connection: Connection, spelling: str
+) -> None:
+    for ref in REFS:
+        if (spelling, ref) in CANNOT_BE_SPELT:
+            continue
+        body = SPELLINGS[spelling](envelope(pair(ref), image="s3://b/a/b", ref_of=ref, attributes={"ref": "gone"}))
+        connection.execute(text("delete from rejected_message"))
+        rejected(connection, body)
+        for another in REFS:
+            assert names(body, "shop", another) == (another == ref), (ref, another, body)
+        assert erase(connection, "shop", ref).rows["rejected_message"] == 1, (ref, body)
+        assert kept(connection) == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [plainly(envelope({"text": "sku-1", "id": "sku-1", "sku": "sku-1", "attributes": {"ref": "sku-1"}})),
+     plainly(envelope(pair("sku-1"), source="other")), plainly([envelope(), envelope(pair("sku-1"), source="x")]),
+     plainly(["ref", "sku-1"]), b"ref sku-1", b'{"pairs": [{"text": "ref sku-1", "ref": "b"', b"href=sku-1", b'"sku-1"',
+     b'{"ref": "sku-1" + "0"}'[:-9] + b'0"', b"\xff\xfe", b'{"ref": ["sku-1"]}', b"[" * 100_000],
+)  # fmt: skip
+def test_what_only_looks_like_the_refs_name_is_no_reason(connection: Connection, body: bytes) -> None:
+    rejected(connection, body)
+    assert set(erase(connection, "shop", "sku-1").rows.values()) == {0}
+    assert kept(connection) == [body]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [plainly({"ref": 42}), plainly(envelope({"ref": "42", "source": "web"})), b'{"ref": "a", "ref": "42"}',
+     b'{"ref": "42", "ref": "a"}', b"ref: 42\n", b"{'ref': '42'}", b"source=shop&ref=42&text=x", b'{"ref": "42',
+     b'{"ref": "42", "text": "a\x01b", }', b"\x80\x04ref\x94\x8c\x0242\x94\x8c", b'{"text": "\xff", "ref" : "42"}',
+     b'\xef\xbb\xbf{"ref": "42"}', b"[" * 100_000 + b'{"ref": "42"}'],
+)  # fmt: skip
+def test_however_it_is_written_the_refs_name_is_found(connection: Connection, body: bytes) -> None:
+    rejected(connection, body)
+    assert erase(connection, "shop", "42").rows["rejected_message"] == 1
+
+
+def test_of_a_ref_in_half_characters_what_is_stored_is_found(connection: Connection) -> None:
+    rejected(connection, b'{"pairs": [{"ref": "a\\ud800b\\u0000"}]}')
+    assert erase(connection, "shop", "a\ufffdb\ufffd").rows["rejected_message"] == 1
+
+
+def test_a_message_that_was_recorded_for_another_source_stays(connection: Connection) -> None:
+    rejected(connection, plainly({"ref": "sku-1"}), source="other")
+    assert erase(connection, "shop", "sku-1").rows["rejected_message"] == 0
+
+
+@pytest.mark.parametrize("ref", REFS)
+def test_of_messages_that_wait_only_the_refs_own_pairs_go(connection: Connection, ref: str) -> None:
+    unpublished(connection, message(*(pair(one) for one in REFS)))
+    done = erase(connection, "shop", ref)
+    assert (done.rows["outbox"], done.in_work) == (1, 0)
+    assert [one["ref"] for one in bodies(connection)[0]["pairs"]] == [one for one in REFS if one != ref]
 
 
 def test_the_catalogs_books_and_its_item_lose_their_words(connection: Connection) -> None:

@@ -3,23 +3,26 @@
 import random
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 import pytest
-from sqlalchemy import Engine, text
+from sqlalchemy import Connection, Engine, make_url, text
 from sqlalchemy.exc import DBAPIError
 
 from db import outbox, runs, verdicts
 from db.engine import make_engine
 from db.outbox import Rejected
 from db.verdicts import Settlement, settle
+from infra.local.postgres import SUPERUSER
 from tasks.storing import persist, write
 from tests.conftest import Database
 from tests.db.rows import THIS_MONTH, a_run, all_of, failed, judged, message, model, pair_id, rejected
+from tests.line.site import eventually
 from tests.shared import emptied_database
 
 database = emptied_database
@@ -202,6 +205,88 @@ def test_writers_of_the_same_rows_in_any_order_all_come_through(engine: Engine, 
     assert Counter(row["status"] for row in stored(engine, "verdict")) == {"judged": 60}
     assert stored(engine, "outbox") == []
     assert [(run["judged"], run["failed"], run["state"]) for run in stored(engine, "run")] == [(20, 0, "done")] * 3
+
+
+def test_a_writer_that_postgres_ends_for_a_deadlock_does_it_again(
+    engine: Engine, database: Database, stack: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other one writes the same two rows in the opposite order, and is not the one that looks for deadlocks."""
+    row, held = rejected(1), message()
+    with engine.begin() as connection:
+        outbox.add(connection, [held])
+    name = make_url(database.url).database
+    connect = partial(stack.postgres.connect, SUPERUSER, name)
+    with connect() as other, connect() as onlooker, ThreadPoolExecutor(1) as pool:
+        other.execute("set deadlock_timeout = '1min'")
+        other.execute("begin")
+        other.execute("delete from outbox where message_id = %s", [held.message_id])
+        waiting: list[Future[Any]] = []
+        forget = outbox.forget
+
+        def forget_in_its_way(connection: Connection, deliveries: Any) -> None:
+            if not waiting:  # the verdict is written, and not committed
+                waiting.append(pool.submit(other.execute, THE_SAME_VERDICT, [row.submitted_at, row.pair_id]))
+                eventually(lambda: onlooker.execute(WAITS).fetchone(), "a writer that waits for the other")
+            forget(connection, deliveries)
+
+        monkeypatch.setattr(verdicts, "forget", forget_in_its_way)
+        write(engine, [Settlement([row], done=[(held.message_id, 0)])], lambda: finish(other, waiting))
+    assert "deadlock detected" in caplog.text
+    assert [(one["pair_id"], one["source"]) for one in stored(engine, "verdict")] == [(row.pair_id, "the other")]
+    assert stored(engine, "outbox") == []
+
+
+THE_SAME_VERDICT = """
+insert into verdict (submitted_at, pair_id, source, message_id, lane, status, attempts, error_code)
+values (%s, %s, 'the other', gen_random_uuid(), 'live', 'rejected', 0, 'text_empty')
+"""
+
+
+WAITS = "select pid from pg_stat_activity where wait_event_type = 'Lock' and datname = current_database()"
+
+
+def finish(other: Any, waiting: list[Future[Any]]) -> bool:
+    """Between two tries the other one goes on; the writer is not told to stop."""
+    waiting[0].result()
+    other.execute("commit")
+    return False
+
+
+def test_a_pair_that_stands_twice_in_a_batch_has_one_verdict_and_is_counted_once(engine: Engine) -> None:
+    with engine.begin() as connection:
+        run = a_run(connection, planned=2)
+    apply(engine, Settlement([failed(1, run_id=run.id)]))
+    twice = [judged(model(engine), number, run_id=run.id) for number in (1, 2) for _ in range(2)]
+    both = [failed(3), judged(model(engine), 3)]
+    assert apply(engine, Settlement([*twice, *both])) in (3, 4)
+    assert apply(engine, Settlement([*twice, *both])) == 0
+    found = {row["pair_id"]: row["status"] for row in stored(engine, "verdict")}
+    assert found == {pair_id(number): "judged" for number in (1, 2, 3)}
+    (counted,) = stored(engine, "run")
+    assert [counted[name] for name in ("judged", "rejected", "failed", "state")] == [2, 0, 0, "done"]
+
+
+def test_deliveries_of_several_attempts_end_only_the_rows_of_their_own(engine: Engine) -> None:
+    waiting = [message(attempts=attempts) for attempts in (0, 0, 1, 2)]
+    with engine.begin() as connection:
+        outbox.add(connection, waiting)
+    first, second, third, fourth = (one.message_id for one in waiting)
+    apply(engine, Settlement(done=[(third, 1), (first, 0), (second, 1), (fourth, 0), (third, 0)]))
+    assert {one["message_id"] for one in stored(engine, "outbox")} == {second, fourth}
+
+
+def test_messages_that_are_there_already_are_left_alone_and_not_counted(engine: Engine) -> None:
+    before = message(attempts=1)
+    with engine.begin() as connection:
+        assert outbox.add(connection, [before], published=True) == 1
+        again = replace(before, attempts=0, body={})
+        assert outbox.add(connection, [again, *(message() for _ in range(3)), again]) == 3
+        assert outbox.add(connection, []) == 0
+    rows = {one["message_id"]: one for one in stored(engine, "outbox")}
+    kept = rows.pop(before.message_id)
+    assert (kept["attempts"], kept["body"], kept["publishes"]) == (1, b'{"pairs": []}', 1)
+    assert kept["published_at"] is not None
+    assert [(one["publishes"], one["published_at"]) for one in rows.values()] == [(0, None)] * 3
 
 
 NUL_INSIDE = {"attributes": {"a": "\0"}}

@@ -5,7 +5,9 @@ import itertools
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -403,6 +405,38 @@ def test_an_object_named_twice_is_read_once(serve: Any) -> None:
     loaded = store.load_all([f"s3://shop/{key}" for key in ("a.jpg", "b.jpg", "a.jpg")], lambda fetched: fetched.data)
     assert list(loaded) == ["s3://shop/a.jpg", "s3://shop/b.jpg"]
     assert len(server.requests) == 2
+
+
+def test_a_store_that_is_closed_starts_no_more_fetches(serve: Any) -> None:
+    store, server = serve(OK, threads=1)
+    closing = threading.Thread(target=store.close)
+
+    def read(fetched: Fetched) -> None:
+        closing.start()
+        while not store._closed:  # `close` itself returns only when this has.
+            time.sleep(0.001)
+
+    with pytest.raises(CancelledError):
+        store.load_all([f"s3://shop/{name}.jpg" for name in "abc"], read)
+    closing.join()
+    assert len(server.requests) == 1
+
+
+def test_what_is_urgent_does_not_wait_for_what_is_not(serve: Any) -> None:
+    store, _ = serve(OK, threads=1)
+    read_urgently = threading.Event()
+
+    def wait(fetched: Fetched) -> bool:
+        return read_urgently.wait(timeout=30)
+
+    slow = threading.Thread(target=store.load_all, args=(["s3://shop/a.jpg"], wait))
+    slow.start()
+    try:
+        assert store.load_all(["s3://shop/b.jpg"], lambda fetched: fetched.data, urgent=True)
+        assert slow.is_alive()
+    finally:
+        read_urgently.set()
+        slow.join()
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 """A `celery worker` whose model does what a text says: what a worker survives is tried on a real one.
 
-    python -m tests.line.broken_worker ROOM -A tasks worker ...
+    python -m tests.line.broken_worker ROOM BRPOP_S -A tasks worker ...
 
 More than ROOM tokens at once (pairs times padded length) are out of memory; so are more than ROOM // 16 pictures.
 A text EXITS ends the process; HANGS never comes back, STALLS neither, and lets no other thread run meanwhile; LOSES
-has the device fail from then on; `waits_for(path)` comes back once that file is there. Each says so in the log first.
-A picture of CRASHES pixels makes the decoder read address 0.
+has the device fail from then on; `waits_for(path)` comes back once that file is there; `unread_until(path)` too, and
+holds its batch in the tokenizer. Each says so in the log first. A picture of CRASHES pixels makes the decoder read
+address 0. A BRPOP that leaves a lane out lasts BRPOP_S seconds.
 """
 
 import ctypes
@@ -27,7 +28,7 @@ EXIT_STATUS = 9
 #: The least length to which a prompt is padded, so that as many pictures fit as shortest prompts.
 SHORTEST = 16
 
-_WAITS = "waits for "
+_WAITS, _UNREAD = "waits for ", "is not read before "
 
 
 def waits_for(path: Path) -> str:
@@ -35,9 +36,14 @@ def waits_for(path: Path) -> str:
     return f"{_WAITS}{path}"
 
 
-def broken(room: int = sys.maxsize) -> Sequence[str]:
+def unread_until(path: Path) -> str:
+    """A text that holds its batch in the tokenizer until there is such a file."""
+    return f"{_UNREAD}{path}"
+
+
+def broken(room: int = sys.maxsize, brpop_s: int = 1) -> Sequence[str]:
     """For `Site.worker(program=...)`."""
-    return __name__, str(room)
+    return __name__, str(room), str(brpop_s)
 
 
 def obey(text: str) -> None:
@@ -53,7 +59,11 @@ def obey(text: str) -> None:
         ctypes.PyDLL(None).sleep(3_600)  # PyDLL, unlike CDLL, keeps the interpreter's lock
     if text == LOSES:
         lose_device()
-    while not Path(text.removeprefix(_WAITS)).exists():
+    wait_until_there(text.removeprefix(_WAITS))
+
+
+def wait_until_there(path: str) -> None:
+    while not Path(path).exists():
         time.sleep(0.01)
 
 
@@ -87,10 +97,24 @@ def break_model(room: int) -> None:
 
     def obediently(moderator: Moderator, slice_: Sequence[Any], features: Any) -> Any:
         for item in slice_:
-            obey(item.question.text)
+            obey(item.prepared.question.text)
         return judge(moderator, slice_, features)
 
     Moderator._judge_slice = obediently  # type: ignore[method-assign]
+
+
+def break_tokenizer() -> None:
+    from worker import moderator
+
+    make_prompt = moderator.make_prompt
+
+    def in_time(text: str, *others: Any) -> Any:
+        if text.startswith(_UNREAD):
+            print(f"in the tokenizer: {text}", flush=True)
+            wait_until_there(text.removeprefix(_UNREAD))
+        return make_prompt(text, *others)
+
+    moderator.make_prompt = in_time
 
 
 def break_decoder() -> None:
@@ -107,11 +131,24 @@ def break_decoder() -> None:
     ImageFile.load = read_nothing  # type: ignore[method-assign]
 
 
+def wait_for_open_lanes(brpop_s: int) -> None:
+    from kombu.transport.redis import Channel
+
+    start = Channel._brpop_start
+
+    def brpop_start(channel: Any, timeout: int | None = None) -> None:
+        cycle = channel._queue_cycle
+        start(channel, timeout if all(map(cycle.is_open, cycle.items)) else brpop_s)
+
+    Channel._brpop_start = brpop_start
+
+
 def main() -> None:
     from celery.__main__ import main as celery
 
-    room = int(sys.argv.pop(1))
-    break_model(room)
+    break_model(room=int(sys.argv.pop(1)))
+    wait_for_open_lanes(brpop_s=int(sys.argv.pop(1)))
+    break_tokenizer()
     break_decoder()
     celery()
 

@@ -32,6 +32,7 @@ def site(stack: Any, _migrated: str, tmp_path_factory: pytest.TempPathFactory) -
         "device": "cpu",
         "torch_threads": "1",
         "relay_poll_ms": "100",
+        "reuse_days": "0",
     }
     yield Site(settings, settings["database_url"], redis_url, stack.s3.client)
     stack.postgres.drop_database("line")

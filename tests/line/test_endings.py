@@ -19,7 +19,17 @@ from celery.worker import state as worker_state
 from PIL import Image
 
 from tasks.submit import Pair, submit
-from tests.line.broken_worker import CRASHES, EXIT_STATUS, EXITS, HANGS, LOSES, STALLS, broken, waits_for
+from tests.line.broken_worker import (
+    CRASHES,
+    EXIT_STATUS,
+    EXITS,
+    HANGS,
+    LOSES,
+    STALLS,
+    broken,
+    unread_until,
+    waits_for,
+)
 from tests.line.site import Site, eventually
 from tests.line.test_line import PICTURE
 from worker.endings import EXIT_DEVICE_LOST, EXIT_HUNG, leave_at_the_second_signal
@@ -96,6 +106,18 @@ def test_a_hung_batch_ends_the_worker_with_all_stacks_and_the_next_one_judges_it
         first.says("a batch has hung for more than 2.0 s")
         for frame in ("in obey", "in watch", *(["in stop"] if draining else ["in asynloop", "relay.py"])):
             first.says(frame)
+    file.touch()
+    site.time_passes()
+    with site.worker():
+        assert_judged(site, ids)
+
+
+def test_a_text_that_hangs_before_it_is_on_the_device_ends_the_worker_too(site: Site, tmp_path: Path) -> None:
+    file = tmp_path / "go on"
+    ids = message("a red shoe", unread_until(file))
+    with site.worker(program=broken(), hang_limit_s=2) as first:
+        assert first.process.wait(timeout=60) == EXIT_HUNG
+        first.says("in the tokenizer")
     file.touch()
     site.time_passes()
     with site.worker():

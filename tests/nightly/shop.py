@@ -42,6 +42,7 @@ class Workers:
     model_version_id: int
     answer: Answer = by_text
     judged: list[str] = field(default_factory=list)
+    fresh: set[bool] = field(default_factory=set)
 
     def turn(self, messages: int = 100) -> int:
         """Settle some messages; returns how many."""
@@ -51,6 +52,7 @@ class Workers:
                 found = [self.verdict(row.body, pair) for pair in row.body["pairs"]]
                 settle(connection, Settlement(found, done=[(row.message_id, row.attempts)]))
             self.judged += [pair["ref"] for row in rows for pair in row.body["pairs"]]
+            self.fresh |= {row.body["fresh"] for row in rows}
         return len(rows)
 
     def verdict(self, body: Mapping[str, Any], pair: Mapping[str, Any]) -> Verdict:

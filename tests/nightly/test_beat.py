@@ -85,6 +85,30 @@ def test_beat_does_not_start_on_a_file_that_is_wrong(
     assert "beat cannot start" in caplog.text
 
 
+def test_beat_without_a_file_of_catalogs_looks_after_the_database_alone(
+    shop: Shop, file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shop.fill(1)
+    night = shop.begin()
+    with configured(database_url=shop.database.url):
+        scheduler = Nights(app, schedule_filename=str(tmp_path / "beat"))
+        assert set(scheduler.schedule) == {"maintain"}
+        assert not any(isinstance(thread, Planner) for thread in scheduler.beside)
+        scheduler.close()
+    assert "CONCORD_CATALOGS_FILE is not set" in caplog.text
+    assert shop.run(night).state == "planning"
+
+
+def test_beat_does_not_start_on_a_file_that_is_not_there(
+    file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A name that is mistyped is no wish for a beat without nights."""
+    file.unlink()
+    with pytest.raises(SystemExit):
+        Nights(app, schedule_filename=str(tmp_path / "beat"))
+    assert "beat cannot start: " in caplog.text and "No such file" in caplog.text
+
+
 def test_beat_does_not_start_without_a_database(file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with configured(catalogs_file=str(file)), pytest.raises(SystemExit):
         Nights(app, schedule_filename=str(tmp_path / "beat"))

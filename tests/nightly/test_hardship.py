@@ -18,7 +18,7 @@ from db import catalog_source, comparison, dead_letters, nights, runs
 from db.catalog_source import SourceAway, SourceBroken, SqlSource
 from db.dead_letters import Selection
 from db.engine import make_engine
-from tasks import nightly, nightly_end, nightly_sources
+from tasks import nightly, nightly_sources, nightly_word
 from tasks.dead import hand_over
 from tasks.planner import LocalCrontab, app
 from tests.line.site import eventually
@@ -109,7 +109,7 @@ def test_a_source_that_freezes_in_the_middle_of_a_page_is_away(shop: Shop, monke
     with freezing(str(at.hostname), at.port or 5432) as (address, frozen):
         login = f"{at.username}:{at.password}@" if at.password else f"{at.username}@"
         source = SqlSource(f"postgresql://{login}{address}{at.path}", "select sku as ref from product", timeout_s=1)
-        assert source.nameless() == 0
+        assert source.nameless() == (0, 0)
         statement = catalog_source.run
 
         def frozen_now(*arguments: Any) -> Any:
@@ -137,14 +137,15 @@ def test_a_ref_that_fills_pages_is_never_read_as_more_than_two(shop: Shop, monke
     shop.sql("insert into product select 'm', 'i', 't' from generate_series(1, 500)")
     shop.sql("insert into product values ('a', 'i', 't'), ('z', 'i', 't'), ('z', 'i', 't')")
     source = nightly_sources.Sql(shop.catalog().sql_source(shop.settings), rows_per_page=7)
-    statement, most = catalog_source.run, [0]
+    statement, most = catalog_source.stream, [0]
 
-    def counted(*arguments: Any) -> Any:
-        found = statement(*arguments)
-        most.append(found.rowcount)
-        return found
+    def counted(*arguments: Any) -> Iterator[Any]:
+        most.append(0)
+        for row in statement(*arguments):
+            most[-1] += 1
+            yield row
 
-    monkeypatch.setattr(catalog_source, "run", counted)
+    monkeypatch.setattr(catalog_source, "stream", counted)
     pages = [source.page(None)]
     while (place := pages[-1].position) is not None:
         pages.append(source.page(place))
@@ -212,7 +213,7 @@ def answering(answer: bytes) -> Iterator[str]:
 def test_a_webhook_that_cannot_be_told_ends_no_night_and_is_quoted_nowhere(
     shop: Shop, webhook: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(nightly_end, "WEBHOOK_FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(nightly_word, "WEBHOOK_FIRST_WAIT_S", 0.001)
     shop.fill(1)
     with answering(f"{SECRET} is no status line\r\n\r\n".encode()) as address:
         night = shop.night(shop.catalog(webhook=webhook.replace("SECRET", SECRET).format(address)))
@@ -227,7 +228,7 @@ def test_a_webhook_that_cannot_be_told_ends_no_night_and_is_quoted_nowhere(
 def test_a_command_that_fails_does_not_show_its_arguments(
     shop: Shop, script: str, says: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(nightly_end, "COMMAND_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(nightly_word, "COMMAND_LIMIT_S", 0.3)
     shop.fill(1)
     night = shop.night(shop.catalog(command=["sh", "-c", script, SECRET]))
     assert says in summary(night)["command"]["error"]

@@ -42,6 +42,18 @@ def test_all_judges_the_unchanged_too(shop: Shop) -> None:
     assert shop.night(everything=True, again=True).planned == 10
 
 
+def test_all_asks_for_new_judgements_and_no_other_night_does(shop: Shop) -> None:
+    shop.fill(10)
+    assert shop.drive_to_end(shop.begin()).judged == 10
+    assert shop.workers.fresh == {False}
+    shop.workers.fresh.clear()
+    shop.night(sample=1.0, again=True)
+    assert shop.workers.fresh == {False}
+    shop.workers.fresh.clear()
+    shop.night(everything=True, again=True)
+    assert shop.workers.fresh == {True}
+
+
 def test_two_starts_of_one_night_are_one_run(shop: Shop) -> None:
     shop.fill(10)
     first = shop.begin()

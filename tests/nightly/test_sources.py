@@ -4,11 +4,15 @@ import gzip
 import io
 import json
 import threading
-from typing import Any
+from typing import Any, cast
+from urllib.parse import urlsplit
 
 import pytest
 
+from db.nights import Night
 from tasks import nightly, nightly_sources
+from tasks.catalogs import Catalog
+from tests.line.site import eventually
 from tests.nightly.shop import Shop
 
 
@@ -30,6 +34,16 @@ def plan(shop: Shop, **fields: Any) -> Any:
     catalog = shop.catalog(**fields)
     night = shop.begin(catalog, again=True)
     return shop.drive(catalog, night, lambda: shop.run(night).state != "planning")
+
+
+def over(shop: Shop, catalog: Catalog, night: Night) -> Night:
+    """Drive a night that was driven before until it is over: the last driver's lock is let go a moment after it."""
+
+    def drive() -> Night | None:
+        driven = shop.drive(catalog, night)
+        return None if driven.is_open else driven
+
+    return cast(Night, eventually(drive, "the night is over"))
 
 
 # ---- Postgres --------------------------------------------------------------------------------------------------------
@@ -87,6 +101,7 @@ def test_rows_without_a_ref_are_left_out_and_counted(shop: Shop) -> None:
     ]
 
 
+FINE = "select sku as ref, image, title as text from product"
 SLOW = "select 1 as ref, '' as image, '' as text from pg_sleep(9)"
 TWO_STATEMENTS = "select * from product) q; drop table product; select * from (select 1"
 
@@ -109,6 +124,13 @@ TWO_STATEMENTS = "select * from product) q; drop table product; select * from (s
         ({"table": "nowhere.item"}, 'relation "nowhere.item" does not exist'),
         ({"dsn": "postgresql://x:secret-word@127.0.0.1:1/none"}, "Connection refused"),
         ({"dsn": "what=is this secret-word"}, "the DSN cannot be read"),
+        ({"query": f"select image as text, * from ({FINE}) q"}, 'column reference "text" is ambiguous'),
+        ({"query": f"with gone as (delete from product returning sku) {FINE}"}, "must be at the top level"),
+        ({"query": f"{FINE} where writes() > 0"}, "cannot execute INSERT in a read-only transaction"),
+        ({"query": f"{FINE} where unlocks() > 0"}, "read-write mode must be set before any query"),
+        ({"query": f"{FINE} for update"}, "cannot execute SELECT FOR UPDATE in a read-only transaction"),
+        ({"query": f"{FINE} /*"}, "unterminated /* comment"),
+        ({"query": ""}, "syntax error"),
         ({"manifest": "s3://no-such-bucket-here/m.jsonl"}, "S3 answered 404"),
         ({"images": ["s3://no-such-bucket-here/"]}, "S3 answered NoSuchBucket"),
     ],
@@ -119,11 +141,85 @@ def test_a_source_that_cannot_be_read_fails_the_night_with_the_reason(
     shop.fill(1)
     shop.sql("drop sequence if exists product_n; create sequence product_n; grant all on sequence product_n to public")
     shop.sql("create table if not exists private_product (ref text)")
+    for name, does in (("writes", ""), ("unlocks", "set transaction_read_only = off;")):
+        does += "insert into product (sku) values ('written'); return 1;"
+        shop.sql(f"create or replace function {name}() returns int language plpgsql as $$ begin {does} end $$")
     night = plan(shop, **fields)
     assert night.state == "failed"
     assert says in summary(night)["error"]
     assert "secret-word" not in summary(night)["error"] + caplog.text
     assert shop.sql("select count(*) as rows from product")[0]["rows"] == 1
+    shop.sql("drop function writes(); drop function unlocks(); drop table private_product; drop sequence product_n")
+
+
+def test_a_login_that_is_refused_fails_the_night_at_once(shop: Shop) -> None:
+    at = urlsplit(shop.database.url)
+    server = f"{at.hostname}:{at.port}"
+    for dsn, says in (
+        (f"postgresql://nobody:secret-word@{server}{at.path}", "authentication failed"),
+        (f"postgresql://{at.username}:secret-word@{server}{at.path}", "authentication failed"),
+        (f"postgresql://{at.username}@{server}{at.path}", "no password supplied"),
+        (f"postgresql://{at.username}:{at.password}@{server}/nowhere", 'database "nowhere" does not exist'),
+    ):
+        # Where it were waited for, it would be for an hour.
+        night = plan(shop, dsn=dsn, patience_s=3600)
+        assert (night.state, says in summary(night)["error"]) == ("failed", True), summary(night)
+        assert "secret-word" not in summary(night)["error"]
+
+
+def test_a_source_in_an_alphabet_that_nobody_knows_is_read_as_far_as_it_is_utf_8(shop: Shop, stack: Any) -> None:
+    """A database in SQL_ASCII keeps whatever bytes it was given."""
+    from infra.local.postgres import OWNER
+
+    name = "ascii_goods"
+    with stack.postgres.connect(OWNER) as connection:
+        connection.autocommit = True
+        connection.execute(f"drop database if exists {name}")
+        connection.execute(f"create database {name} encoding 'SQL_ASCII' locale 'C' template template0")
+    dsn = stack.postgres.url(database=name)
+    with stack.postgres.connect(OWNER, name) as connection:
+        connection.execute("create table product (sku text, image text, title text, attributes jsonb)")
+        connection.execute("grant select on product to public")
+        connection.execute("insert into product values (convert_from('\\xc3a9', 'SQL_ASCII'), 'i', 't', '{}')")
+    assert plan(shop, dsn=dsn).planned == 1
+    assert body_of(shop)["ref"] == "é"
+    with stack.postgres.connect(OWNER, name) as connection:
+        connection.execute("update product set title = convert_from('\\xe9', 'SQL_ASCII')")
+    night = plan_again(shop, dsn=dsn)
+    assert (night.state, 'invalid byte sequence for encoding "UTF8"' in summary(night)["error"]) == ("failed", True)
+    with stack.postgres.connect(OWNER) as connection:
+        connection.autocommit = True
+        connection.execute(f"drop database {name} with (force)")
+    night = plan_again(shop, dsn=dsn)
+    assert (night.state, "does not exist" in summary(night)["error"]) == ("failed", True)
+
+
+def plan_again(shop: Shop, **fields: Any) -> Any:
+    shop.sql("delete from run")
+    return plan(shop, **fields)
+
+
+def test_a_standby_that_ends_a_query_for_its_replay_is_asked_again(
+    shop: Shop, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its words and its SQLSTATE, as a function says them for a while."""
+    conflict = "canceling statement due to conflict with recovery"
+    shop.fill(3)
+    shop.sql(
+        f"""drop table if exists conflict; create table conflict as select true as is_on;
+            grant select on conflict to public;
+            create or replace function conflict() returns int language plpgsql as $$ begin
+                if (select is_on from conflict) then raise sqlstate '40001' using message = '{conflict}'; end if;
+                return 1; end $$"""
+    )
+    catalog = shop.catalog(query=f"{FINE} where conflict() > 0", patience_s=60)
+    night = shop.begin(catalog)
+    with shop.driving(catalog, night):
+        eventually(lambda: conflict in caplog.text, "it is asked")
+        shop.sql("update conflict set is_on = false")
+        shop.is_in(night, "running")
+    assert shop.run(night).planned == 3
+    shop.sql("drop function conflict(); drop table conflict")
 
 
 def test_keys_that_do_not_open_the_bucket_fail_the_night(shop: Shop) -> None:
@@ -135,17 +231,34 @@ def test_keys_that_do_not_open_the_bucket_fail_the_night(shop: Shop) -> None:
         assert f"s3://{shop.bucket.name}/" in summary(night)["error"] and "S3 answered" in summary(night)["error"]
 
 
-def test_a_night_that_failed_is_resumed_once_its_source_is_mended(shop: Shop) -> None:
+@pytest.mark.parametrize(
+    ("breaks", "mends", "says"),
+    [
+        ("alter table product rename to goods", "alter table goods rename to product", 'relation "product" does not'),
+        ("alter table product rename title to name", "alter table product rename name to title", "title"),
+        ("alter table product rename sku to ref_", "alter table product rename ref_ to sku", "sku"),
+        ("revoke select on product from public", "grant select on product to public", "permission denied"),
+    ],
+)
+def test_a_source_that_disappears_while_it_is_read_fails_the_night_which_is_resumed_once_it_is_back(
+    shop: Shop, breaks: str, mends: str, says: str
+) -> None:
     from db import nights
 
     shop.fill(2_500)
-    broken = shop.catalog(query="select sku as ref, image, title as text, 1 / (sku <> 'sku-001500')::int from product")
-    night = shop.begin(broken)
-    failed = shop.drive(broken, night)
+    catalog = shop.catalog()
+    night = shop.begin()
+    stopped = shop.drive(catalog, night, lambda: shop.run(night).planned > 0)
+    assert (stopped.state, stopped.planned) == ("planning", 1_000)
+    shop.sql(breaks)
+    failed = over(shop, catalog, night)
     assert (failed.state, failed.planned) == ("failed", 1_000)
+    assert says in summary(failed)["error"]
+    shop.sql(mends)
     with shop.engine.begin() as connection:
         assert nights.resume(connection, night.id)
-    done = shop.drive_to_end(night)
+    with shop.working():
+        done = over(shop, catalog, night)
     assert (done.state, done.planned, done.judged) == ("done", 2_500, 2_500)
 
 
@@ -332,8 +445,47 @@ def test_a_planner_that_stops_in_a_manifest_goes_on_where_it_was(shop: Shop) -> 
         before = shop.run(night).planned
         shop.drive(catalog, night, lambda before=before: shop.run(night).planned > before)  # type: ignore[misc]
     with shop.working():
-        done = shop.drive(catalog, night)
+        done = over(shop, catalog, night)
     assert (done.judged, len(set(shop.workers.judged)), done.skipped) == (3_500, 3_500, 0)
+
+
+def test_lines_of_parquet_that_are_no_items_are_left_out_with_their_numbers(shop: Shop) -> None:
+    rows = [{**GOOD, "ref": str(n)} for n in range(1_200)]
+    rows[1_100] = {**GOOD, "ref": "y" * 1_001}
+    rows[1_101] = {**GOOD, "ref": "long", "text": "x" * 4_000_001}
+    night = plan(shop, manifest=shop.bucket.put("m.parquet", parquet(rows)), pairs_ahead=10_000)
+    assert (night.planned, night.skipped) == (1_198, 2)
+    assert summary_so_far(night) == [
+        "row 1,101 has no ref of 1 to 1,000 characters",
+        "row 1,102 is not a pair (it is longer than 4,000,000 characters)",
+    ]
+
+
+def summary_so_far(night: Any) -> list[str]:
+    """What its summary will say of rows that were left out."""
+    found: list[str] = night.position["skipped"]
+    return found
+
+
+def test_a_manifest_that_is_gone_while_it_is_read_fails_the_night_where_another_planner_goes_on(shop: Shop) -> None:
+    body = jsonl(*({**GOOD, "ref": str(n)} for n in range(2_500)))
+    catalog = shop.catalog(manifest=manifest(shop, "m.jsonl", body))
+    night = shop.begin(catalog)
+    shop.drive(catalog, night, lambda: shop.run(night).planned > 0)
+    shop.bucket.client.delete_object(Bucket=shop.bucket.name, Key="m.jsonl")
+    failed = over(shop, catalog, night)
+    assert (failed.state, "S3 answered 404" in summary(failed)["error"]) == ("failed", True)
+
+
+@pytest.mark.parametrize("began_on", ["query", "manifest"])
+def test_a_night_that_goes_on_with_a_source_of_another_kind_fails_and_says_so(shop: Shop, began_on: str) -> None:
+    shop.fill(2_500)
+    body = jsonl(*({**GOOD, "ref": str(n)} for n in range(2_500)))
+    kinds = {"query": shop.catalog(), "manifest": shop.catalog(manifest=manifest(shop, "m.jsonl", body))}
+    night = shop.begin()
+    shop.drive(kinds.pop(began_on), night, lambda: shop.run(night).planned > 0)
+    failed = over(shop, *kinds.values(), night)
+    assert (failed.state, "a source of another kind" in summary(failed)["error"]) == ("failed", True)
 
 
 def test_a_manifest_that_is_replaced_while_it_is_read_fails_the_night(shop: Shop) -> None:
@@ -342,6 +494,6 @@ def test_a_manifest_that_is_replaced_while_it_is_read_fails_the_night(shop: Shop
     night = shop.begin(catalog)
     shop.drive(catalog, night, lambda: shop.run(night).planned > 0)
     manifest(shop, "m.jsonl", jsonl(GOOD))
-    failed = shop.drive(catalog, night)
+    failed = over(shop, catalog, night)
     assert failed.state == "failed"
     assert "was replaced while it was read" in summary(failed)["error"]

@@ -102,13 +102,27 @@ def _is_latin(letter: str) -> bool:
     return "LATIN" in unicodedata.name(letter, "")
 
 
-def make_pixels(image: Image.Image, configuration: Configuration) -> Tensor:
-    """A picture as (3, S, S) float32, squeezed to a square by bicubic resampling and normalised by channel."""
+def make_square(image: Image.Image, configuration: Configuration) -> Tensor:
+    """A picture as (S, S, 3) uint8, squeezed to a square by bicubic resampling. `normalised` makes it what is read."""
     side = configuration.patch_image_size
-    square = image.convert("RGB").resize((side, side), Image.Resampling.BICUBIC)
-    pixels = torch.from_numpy(np.array(square, dtype=np.uint8)).permute(2, 0, 1).to(torch.float32) / 255  # (3, S, S)
-    mean, std = (torch.tensor(values)[:, None, None] for values in configuration.mean_and_std)
-    return (pixels - mean) / std
+    square = image if image.mode == "RGB" else image.convert("RGB")
+    if square.size != (side, side):
+        square = square.resize((side, side), Image.Resampling.BICUBIC)
+    return torch.from_numpy(np.array(square, dtype=np.uint8))
+
+
+def normalised(squares: Tensor, configuration: Configuration) -> Tensor:
+    """Squares (N, S, S, 3) in uint8 as (N, 3, S, S) in float32, normalised by channel, on whatever device they are.
+
+    In memory the channels stay last, which is how the trunk wants them.
+    """
+    mean, std = (torch.tensor(v, device=squares.device)[:, None, None] for v in configuration.mean_and_std)
+    return squares.permute(0, 3, 1, 2).to(torch.float32).div_(255).sub_(mean).div_(std)
+
+
+def make_pixels(image: Image.Image, configuration: Configuration) -> Tensor:
+    """A picture as the network reads it: (3, S, S) float32."""
+    return normalised(make_square(image, configuration)[None], configuration)[0]
 
 
 def padded_length(tokens: int, longest: int) -> int:
