@@ -156,6 +156,8 @@ def writing(into: Path | None, form: str) -> Iterator[Any]:
         with part.open("wb") if form == "parquet" else part.open("w", newline="", encoding="utf-8") as sink:
             yield sink
         part.replace(into)
+    except OSError as error:
+        raise SqlWrong(f"{into} cannot be written ({error.strerror}): name another file with --out") from None
     finally:
         part.unlink(missing_ok=True)
 

@@ -163,7 +163,7 @@ def test_a_short_run_of_worker_holds_it_against_device_and_loop(local: None, tmp
 @pytest.mark.timeout(900)
 def test_a_short_run_of_scale_tells_what_the_cores_are_busy_with(local: None, tmp_path: Path) -> None:
     result = short_run("scale", tmp_path, seconds="10")
-    assert list(result["workers"]) == ["1", "2", "3", "3, cores full"]
+    assert list(result["workers"]) == ["1", "2", "3", "3, fast devices"]
     assert all(one["cores_workers"] > 0 and one["cores_postgres"] > 0 for one in result["workers"].values())
     assert result["ratio"] > result["ratio_of_two"] > 1
 

@@ -220,6 +220,16 @@ def test_every_view_can_be_written_as_parquet(concord: Concord, judged: None, na
         assert (new["mismatch"], new["flags"], json.loads(new["attributes"])) == (True, [], {"seller": "[bold]a, b"})
 
 
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_a_file_that_cannot_be_written_is_a_sentence(concord: Concord, tmp_path: Path, form: str) -> None:
+    (folder := tmp_path / "folder").mkdir()
+    for place in (folder, tmp_path / "missing" / "out"):
+        ran = concord("sql", "verdicts", "--format", form, "--out", place)
+        assert ran.status == 2
+        assert "cannot be written" in ran.err
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
 def test_every_column_has_a_type_in_parquet() -> None:
     kinds = {str(arrow_type(kind)) for report in REPORTS.values() for kind in report.types.values()}
     assert kinds == {

@@ -117,7 +117,7 @@ def page(results: Sequence[Mapping[str, Any]], whats: Mapping[str, str]) -> str:
 
 def measured(result: Mapping[str, Any]) -> str:
     """The figures that a target is about, in a few words."""
-    names = ("ratio", "pairs_per_s", "gets_per_cpu_s")
+    names = ("ratio", "ratio_to_bare_loop", "pairs_per_s", "gets_per_cpu_s", "p50_ms", "p99_ms")
     return ", ".join(f"{words(name)} {cell(result[name])}" for name in names if result.get(name) is not None)
 
 
