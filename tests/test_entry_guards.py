@@ -13,7 +13,7 @@ import redis
 
 from tests.test_kombu_guards import GOOD, consume, installed
 from worker import kombu_guards
-from worker.batching import Batch, tell
+from worker.batching import tell
 from worker.consumer import Strategies
 from worker.delivery import Delivery
 from worker.kombu_guards import NOT_JSON
@@ -179,9 +179,7 @@ def made(**fields: Any) -> kombu.message.Message:
     [(1, b"", 1), (1, None, 1), (64, b"x" * 64_000, 64), (1, b"x" * 10_000_000, 152), (200, b"x" * 10_000_000, 200)],
 )
 def test_a_message_counts_by_its_pairs_or_by_its_bytes(pairs: int, body: Any, weight: int) -> None:
-    delivery = Delivery(made(body=body), "live", pairs=pairs)
-    assert delivery.weight == weight
-    assert Batch("live", [delivery, delivery]).weight == 2 * weight
+    assert Delivery(made(body=body), "live", pairs=pairs).weight == weight
 
 
 @pytest.mark.parametrize("name", [None, 5, ["concord.moderate"], {}, True])
