@@ -48,6 +48,7 @@ def measure(seconds: float, say: Callable[[str], None]) -> dict[str, object]:
         "pairs_per_s": round(rate),
         "pairs": everything,
         **counted,
+        "seconds": round(counted["seconds"], 2),
         "published_pairs_per_s": round(everything / published_in_s),
         "busy_cores": spent(before, after, counted["seconds"]),
     }
