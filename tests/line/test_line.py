@@ -10,6 +10,7 @@ from uuid import UUID, uuid4
 
 import pytest
 import redis
+import torch
 from sqlalchemy import create_engine, text
 
 from tasks.app import app
@@ -71,7 +72,7 @@ def test_a_verdict_says_by_what_it_was_made(site: Site) -> None:
     row = site.verdicts(submit(pairs).pair_ids)["made"]
     model = site.query("select * from model_version where id = :id", id=row["model_version_id"])[0]
     assert (model["image_px"], model["recipe"]) == (96, "fp32")
-    assert (model["concord_version"], model["torch_version"]) == (version("concord"), version("torch"))
+    assert (model["concord_version"], model["torch_version"]) == (version("concord"), torch.__version__)
     assert model["answers"] == {"yes": "entailment", "no": "contradiction", "maybe": "neutral"}
     assert row["text"] == "A Red-Shoe"
     assert row["text_scored"] == "a red shoe"
