@@ -16,12 +16,13 @@ from tests.nightly.shop import Shop
 from tests.submit_env import configured
 from worker.errors import ConcordError
 
+#: In the zone of the catalogs that the shop makes: around midnight another would have another date.
 FILE = """
 [shop]
 query = "select sku as ref, image, title as text, attributes from product"
 images = []
 schedule = "30 2 * * *"
-time_zone = "Europe/Berlin"
+time_zone = "UTC"
 pairs_ahead = 128
 
 [empty]
