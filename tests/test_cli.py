@@ -3,10 +3,8 @@
 import json
 import shutil
 import socket
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -23,6 +21,7 @@ from db.outbox import OutboxRow, Rejected
 from db.verdicts import Settlement, Verdict, settle
 from tasks import cli
 from tasks.submit import high_water
+from tests.command_line import Concord, Ran, command_line
 from tests.conftest import Database
 from tests.model.golden import GOLDEN, recorded, write_checkpoint
 from tests.shared import emptied_database
@@ -39,30 +38,10 @@ COMMANDS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Ran:
-    status: int
-    out: str
-    err: str
-
-
-Concord = Callable[..., Ran]
-
-
 @pytest.fixture
 def concord(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Concord:
     """The command line in this process: `concord("verdict", "--ref", "sku-1")`."""
-
-    def run(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["concord", *map(str, arguments)])
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            status = end.code if isinstance(end.code, int) else 0
-        return Ran(status, *capsys.readouterr())
-
-    return run
+    return command_line(monkeypatch, capsys)
 
 
 @pytest.fixture

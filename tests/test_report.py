@@ -3,8 +3,8 @@
 import json
 import secrets
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,10 @@ from sqlalchemy import Engine, create_engine, make_url, text
 
 from db.engine import make_engine
 from db.verdicts import Settlement, settle
-from tasks import cli, report_writing
+from tasks import report_writing
 from tasks.report_writing import SOURCE_CHARS, folder_of, write_pages_of_files
 from tasks.settings import settings
+from tests.command_line import Concord, Ran, command_line
 from tests.conftest import Bucket, Database
 from tests.db import rows
 from tests.shared import emptied_database
@@ -31,30 +32,10 @@ KEYS = {"s3_access_key_id": "nobody", "s3_secret_access_key": "nothing"}
 RUN = UUID("aaaa0000-0000-4000-8000-000000000001")
 
 
-@dataclass(frozen=True)
-class Ran:
-    status: int
-    out: str
-    err: str
-
-
-Concord = Callable[..., Ran]
-
-
 @pytest.fixture
 def concord(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Concord:
     """`concord report ...` in this process."""
-
-    def run(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["concord", "report", *map(str, arguments)])
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            status = end.code if isinstance(end.code, int) else 0
-        return Ran(status, *capsys.readouterr())
-
-    return run
+    return command_line(monkeypatch, capsys, "report")
 
 
 @pytest.fixture

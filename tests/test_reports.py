@@ -4,8 +4,7 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +18,8 @@ from sqlalchemy import Engine, create_engine, text
 from db import verdicts
 from db.reports import REPORTS
 from db.verdicts import Settlement
-from tasks import cli
 from tasks.reports import arrow_type, read_moment, write_csv
+from tests.command_line import Concord, Ran, command_line
 from tests.conftest import Database
 from tests.db import rows
 from tests.shared import emptied_database
@@ -29,33 +28,14 @@ from tests.submit_env import configured
 database = emptied_database
 
 
-@dataclass(frozen=True)
-class Ran:
-    status: int
-    out: str
-    err: str
-
-
-Concord = Callable[..., Ran]
-
-
 @pytest.fixture
 def concord(
     database: Database, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Iterator[Concord]:
     """The command line in this process, with both logins in its settings: `concord("sql", "mismatches")`."""
 
-    def run(*arguments: object) -> Ran:
-        monkeypatch.setattr(sys, "argv", ["concord", *map(str, arguments)])
-        status = 0
-        try:
-            cli.main()
-        except SystemExit as end:
-            status = end.code if isinstance(end.code, int) else 0
-        return Ran(status, *capsys.readouterr())
-
     with configured(database_url=database.url, owner_database_url=database.owner_url):
-        yield run
+        yield command_line(monkeypatch, capsys)
 
 
 @pytest.fixture
